@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import lightning_shard
-from benchmarks.common import MIB, describe, start, table
+from benchmarks.common import MIB, describe, most, start, table
 from benchmarks.memory import T5, Operator
+from benchmarks.networks import UNet
 from benchmarks.step_traffic import Seen
-from benchmarks.unet_step import UNet
 from lightning_shard import ShardingOptions
 from lightning_shard.memory import offload
 from lightning_shard.processes.mesh import make_mesh
@@ -115,9 +115,7 @@ def counts(name: str, rounds: int) -> dict[str, tuple[float, ...]]:
             begin = time.process_time()
             net(x).backward()
             spent.append(1e3 * (time.process_time() - begin))
-        worst = torch.tensor([held[0] / MIB, held[1] / MIB, statistics.median(spent)])
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        found[way] = tuple(worst.tolist())
+        found[way] = tuple(most(held[0] / MIB, held[1] / MIB, statistics.median(spent)))
     return found
 
 

@@ -1,30 +1,30 @@
 """What the benchmarks share: ranks of their own, and the time, bytes and memory of a step."""
 
-import contextlib
 import ctypes
 import gc
 import os
-import pickle
 import platform
-import socket
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
-from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
+from lightning_shard import launch
+from lightning_shard.processes.cpu_settings import SWITCH
 from lightning_shard.trainer.profile.traffic import counted
 
 REPEATS = 3
-ANSWER = "answer"  # a file that rank 0 writes: a pipe that nobody reads yet holds 64 KiB only
 MIB = 2**20
+# options of a Trainer that prints and writes nothing
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 
 
 @dataclass(frozen=True)
@@ -44,55 +44,50 @@ class Cost:
     peak: int
 
 
-def start(
-    ranks: int, function: Callable[..., Any], *args: Any, policy: bool = True, fork: bool = False
-) -> Any:
-    """Call `function(*args)` on each of `ranks` new processes of a gloo group.
-
-    Each runs on one thread.
+def start(ranks: int, function: Callable[..., Any], *args: Any, policy: bool = True) -> Any:
+    """Call `function(*args)` on each of `ranks` processes of a gloo group, one thread each.
 
     Args:
         ranks: The number of processes.
-        function: A function of a module, so that it pickles.
+        function: What each calls, with the same random numbers.
         args: Its arguments.
-        policy: Whether their threads have the policy that the strategy sets on CPUs.
-        fork: Whether they begin with what this process has imported, which saves the time. It must
-            not have computed anything.
+        policy: Whether they have the settings that the strategy makes on CPUs.
 
     Returns:
         What rank 0 returned.
     """
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        method = "fork" if fork else "spawn"
-        given = (ranks, port, folder, function, args, policy)
-        start_processes(_serve, given, nprocs=ranks, start_method=method)
-        return pickle.loads(Path(folder, ANSWER).read_bytes())
+    with mock.patch.dict(os.environ, {} if policy else {SWITCH: "0"}):
+        return launch(_seeded, function, *args, processes=ranks)[0]
 
 
-def _serve(
-    rank: int,
-    ranks: int,
-    port: int,
-    folder: str,
-    function: Callable[..., Any],
-    args: Any,
-    policy: bool,
-) -> None:
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    torch.set_num_threads(1)
-    if policy:
-        let_threads_run_on()  # as the strategy does on CPUs
-        keep_freed_memory()
-    dist.init_process_group("gloo")
+def _seeded(function: Callable[..., Any], *args: Any) -> Any:
     torch.manual_seed(0)
-    result = function(*args)
-    if rank == 0:
-        Path(folder, ANSWER).write_bytes(pickle.dumps(result))
-    dist.destroy_process_group()
+    return function(*args)
+
+
+def most(*values: float) -> list[float]:
+    """Return for each value the largest of all ranks."""
+    worst = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.tolist()
+
+
+def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Return the median processor and wall-clock seconds of each way on this rank.
+
+    Ways take turns, so that other work on the machine meets all of them.
+    """
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            dist.barrier()
+            begin = time.process_time(), time.perf_counter()
+            way()
+            spent[name].append((time.process_time() - begin[0], time.perf_counter() - begin[1]))
+    return {
+        name: (statistics.median(cpu), statistics.median(wall))
+        for name, (cpu, wall) in ((n, zip(*t, strict=True)) for n, t in spent.items())
+    }
 
 
 def measured(step: Callable[[], Any], warm_up: Callable[[], Any]) -> Cost:
@@ -117,10 +112,10 @@ def measured(step: Callable[[], Any], warm_up: Callable[[], Any]) -> Cost:
         cpu.append(time.process_time() - begin[1])
         dist.barrier()
         wall.append(time.perf_counter() - begin[0])
-    times = statistics.median(wall), statistics.median(cpu)
-    worst = torch.tensor([*times, traffic.bytes, peak], dtype=torch.float64)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return Cost(float(worst[0]), float(worst[1]), int(worst[2]), int(worst[3]))
+    wall_, cpu_, sent, peak = most(
+        statistics.median(wall), statistics.median(cpu), traffic.bytes, peak
+    )
+    return Cost(wall_, cpu_, int(sent), int(peak))
 
 
 def map_blocks_from(size: int) -> None:

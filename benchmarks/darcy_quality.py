@@ -6,7 +6,6 @@ benchmarks.darcy_quality` prints the table and draws docs/images/darcy_quality.p
 """
 
 import argparse
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Subset
 
-from benchmarks.common import describe, start, table
+from benchmarks.common import QUIET, describe, start, table
 from lightning_modules import DarcyDataModule, TFNODarcy
 from lightning_shard import HybridShardStrategy
 
@@ -80,8 +79,6 @@ class SeededTFNO(TFNODarcy):
 
 def ours(ranks: int, epochs: int, samples: int) -> list[float]:
     """The curve of a run on `ranks` domain ranks; called on each of them."""
-    local = {"LOCAL_RANK": os.environ["RANK"], "TORCHELASTIC_RUN_ID": "benchmark"}
-    os.environ |= local | {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     seed_everything(0, verbose=False)
     curve = Curve()
     trainer = Trainer(
@@ -90,10 +87,7 @@ def ours(ranks: int, epochs: int, samples: int) -> list[float]:
         strategy=HybridShardStrategy(domain_parallel_size=ranks),
         max_epochs=epochs,
         callbacks=[curve],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module_of(epochs), data_of(samples))
     return curve.errors

@@ -3,16 +3,17 @@
     python -m benchmarks.dispatch --calls relu cat
 
 Each function runs on plain tensors of the whole shape, on tensors of this package, and on DTensors
-where these give the right values, on two ranks. A figure is the least of several rounds, which take
-turns, in processor time of all threads: time in which a rank waits is not in it, but what gloo's
-threads do is. With `--wall` it is wall-clock time. "No wire" leaves the collectives out. Backward
-computes the gradients of all operands from this rank's rows.
+and ShardTensors where these are there and give the right values, on two ranks. A figure is the
+least of several rounds, which take turns, in processor time of all threads: time in which a rank
+waits is not in it, but what gloo's threads do is. With `--wall` it is wall-clock time. "No wire"
+leaves the collectives out. Backward computes the gradients of all operands from this rank's rows.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lightning_shard
 from benchmarks.common import describe, start, table
@@ -44,27 +45,33 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[tuple[int
     "layer norm of rows": (lambda x, w, b: F.layer_norm(x, (8, 8), w, b), [SHAPE], [(8, 8)] * 2),
 }  # fmt: skip
 WITHOUT_WIRE = ("conv3x3", "group norm", "batch norm", "var_mean", "layer norm of rows")
+HEAD = ("function", "", "plain", "ours", "no wire", "over plain", "ours / plain", "DTensor",
+        "ShardTensor")  # fmt: skip
+PEER = "physicsnemo"
 Operands = list[Tensor]
 
 
-def costs(names: list[str], wall: bool, count: int) -> list[list[Any]]:
-    """A row for each function and direction."""
+def costs(names: Sequence[str], wall: bool = False, count: int = 100) -> list[list[Any]]:
+    """Return a row for each function and direction; every rank calls it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     clock = time.perf_counter if wall else time.process_time
+    makers = {"plain": plain, "ours": split, "DTensor": distributed}
+    if importlib.util.find_spec(PEER):
+        makers["ShardTensor"] = _peer
     rows = []
-    for backward in (False, True):
-        for name in names:
-            sides = {"plain": (operands(name, plain, mesh), False)}
-            sides["ours"] = (operands(name, split, mesh), False)
-            if name in WITHOUT_WIRE:
-                sides["no wire"] = (sides["ours"][0], True)
-            if _is_right(name, mesh):
-                sides["DTensor"] = (operands(name, distributed, mesh), False)
-            least = dict.fromkeys(sides, float("inf"))
+    for name in names:
+        given = {
+            side: operands(name, make, mesh)
+            for side, make in makers.items()
+            if side == "plain" or _is_right(name, make, mesh)
+        }
+        for backward in (False, True):
+            least = dict.fromkeys([*given, *["no wire"] * (name in WITHOUT_WIRE)], float("inf"))
             for _ in range(ROUNDS):
-                for side, (given, cut) in sides.items():
-                    with _no_wire() if cut else contextlib.nullcontext():
-                        cost = _round(CALLS[name][0], given, backward, clock, count)
+                for side in least:
+                    with _no_wire() if side == "no wire" else contextlib.nullcontext():
+                        tensors = given["ours" if side == "no wire" else side]
+                        cost = _round(CALLS[name][0], tensors, backward, clock, count)
                     least[side] = min(least[side], cost)
             rows.append([name, "forward, backward" if backward else "forward", *_figures(least)])
     return rows
@@ -77,7 +84,7 @@ def _figures(least: dict[str, float]) -> list[str]:
     over = least.get("no wire", least["ours"]) - least["plain"]
     ratio = least["ours"] / least["plain"]
     return [figure("plain"), figure("ours"), figure("no wire"), f"{over:.0f}", f"{ratio:.1f}",
-            figure("DTensor")]  # fmt: skip
+            figure("DTensor"), figure("ShardTensor")]  # fmt: skip
 
 
 def _round(
@@ -89,8 +96,7 @@ def _round(
 ) -> float:
     """Microseconds of one call."""
     given = [t.requires_grad_(backward) for t in given]
-    leaves = [t.to_local() if isinstance(t, lightning_shard.DomainTensor) else t for t in given]
-    step = (lambda: _both(function, given, leaves)) if backward else (lambda: function(*given))
+    step = (lambda: _both(function, given)) if backward else (lambda: function(*given))
     for _ in range(count // 10):
         step()
     dist.barrier()
@@ -102,14 +108,24 @@ def _round(
     return spent / count * 1e6
 
 
-def _both(function: Callable[..., Any], given: Operands, leaves: Operands) -> None:
-    outputs = function(*given)
-    rows = [_local(y) for y in (outputs if isinstance(outputs, tuple) else (outputs,))]
+def _both(function: Callable[..., Any], given: Operands) -> None:
+    leaves = [t.to_local() if isinstance(t, lightning_shard.DomainTensor) else t for t in given]
+    rows = [_local(y) for y in _listed(function(*given))]
     torch.autograd.grad(rows, leaves, [y.detach() for y in rows])
 
 
+def _listed(outputs: Any) -> Sequence[Any]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 def _local(y: Any) -> Tensor:
-    return y.to_local() if isinstance(y, DTensor | lightning_shard.DomainTensor) else y
+    return y.to_local() if hasattr(y, "to_local") else y
+
+
+def _whole(y: Any) -> Tensor:
+    if isinstance(y, lightning_shard.DomainTensor):
+        return lightning_shard.gather(y)
+    return y.full_tensor() if hasattr(y, "full_tensor") else y
 
 
 def operands(name: str, make: Callable[..., Tensor], mesh: DeviceMesh) -> Operands:
@@ -138,20 +154,36 @@ def distributed(x: Tensor, mesh: DeviceMesh, is_split: bool) -> Tensor:
     return distribute_tensor(x, mesh, [Shard(2) if is_split else Replicate()])
 
 
-def _is_right(name: str, mesh: DeviceMesh) -> bool:
-    """Whether DTensor knows the function, and gives the values of one process."""
+def _peer(x: Tensor, mesh: DeviceMesh, is_split: bool) -> Tensor:
+    """A ShardTensor; operands that are not split stay plain, and are distributed by itself."""
+    from physicsnemo import domain_parallel  # pyright: ignore[reportMissingImports]
+
+    if not torch.cuda.is_available():
+        domain_parallel.register_custom_ops()  # which it does itself with CUDA
+    parts = x.chunk(mesh.size(), 2) if is_split else [x] * mesh.size()
+    shapes = {0: tuple(part.shape for part in parts)} if is_split else {}
+    return domain_parallel.ShardTensor.from_local(
+        parts[mesh.get_local_rank()].contiguous(), mesh,
+        (Shard(2) if is_split else Replicate(),), sharding_shapes=shapes,
+    )  # fmt: skip
+
+
+def _is_right(name: str, make: Callable[..., Tensor], mesh: DeviceMesh) -> bool:
+    """Whether the values are those of one process, and there are gradients; all ranks agree."""
     function = CALLS[name][0]
     try:
-        found = function(*operands(name, distributed, mesh))
-        found = [y.full_tensor() for y in (found if isinstance(found, tuple) else (found,))]
+        found = [_whole(y) for y in _listed(function(*operands(name, make, mesh)))]
+        expected = _listed(function(*operands(name, plain, mesh)))
+        right = all(
+            f.shape == e.shape and torch.allclose(f, e, atol=1e-5)
+            for f, e in zip(found, expected, strict=True)
+        )
+        _both(function, [t.requires_grad_() for t in operands(name, make, mesh)])
     except Exception:  # of any kind: it does not know the function
-        return False
-    whole = function(*operands(name, plain, mesh))
-    expected = whole if isinstance(whole, tuple) else (whole,)
-    return all(
-        f.shape == e.shape and torch.allclose(f, e, atol=1e-5)
-        for f, e in zip(found, expected, strict=True)
-    )
+        right = False
+    agreed = torch.tensor(right)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return bool(agreed)
 
 
 @contextlib.contextmanager
@@ -177,9 +209,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = start(2, costs, options.calls, options.wall, options.count)
     describe()
-    head = ["function", "", "plain", "ours", "no wire", "over plain", "ours / plain", "DTensor"]
     print(f"{'wall' if options.wall else 'processor'} us for a call, {SHAPE} over 2 ranks")
-    table(head, rows)
+    table(HEAD, rows)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def _link(case: Case) -> str:
 
 
 def _links(options: argparse.Namespace, stored: dict[str, Any]) -> None:
-    from benchmarks.forecast_predictions import links
+    from benchmarks.forecast_runs import links
 
     for ranks in options.ranks:
         if ranks > 1:
@@ -169,7 +169,7 @@ def _timed(folder: Path) -> dict[Any, Any]:
 
 
 def _predictions(options: argparse.Namespace, stored: dict[str, Any]) -> None:
-    from benchmarks.forecast_predictions import predicted
+    from benchmarks.forecast_runs import predicted
 
     new = predicted(stored["cases"], stored.get("links", {}), _timed(options.output))
     stored["cases"] = merged(stored["cases"], new)

@@ -1,4 +1,4 @@
-"""Real training steps on a few processes of this machine, to compare a prediction with.
+"""Real training steps on a few processes of this machine, and what is predicted of them.
 
 Each is a run of the Trainer with HybridShardStrategy, on one thread for each rank, with one sample
 for each data replica. Runs of all meshes and links take turns.
@@ -6,14 +6,15 @@ for each data replica. Runs of all meshes and links take turns.
 
 import copy
 import json
+import math
 import statistics
 import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -28,13 +29,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 from benchmarks import slow_links
-from benchmarks.forecast import Mesh
-from benchmarks.peer_networks import NETWORKS
-from benchmarks.scaling_networks import Task
+from benchmarks.common import QUIET, most
+from benchmarks.forecast import Case, Mesh
+from benchmarks.networks import NETWORKS, Task
 from lightning_modules.cnn.simple_cnn import SimpleCNN
-from lightning_shard import HybridShardStrategy
+from lightning_shard import HybridShardStrategy, predict, read_cluster
 from lightning_shard.lab.batches import first_batches
+from lightning_shard.lab.calibrate import measured_links
 from lightning_shard.lab.fake_trainer import train
+from lightning_shard.lab.machine import Cost, MeasuredLinks
+from lightning_shard.lab.replay import Replay
 from lightning_shard.lab.run import Task as Run
 from lightning_shard.lab.run import quiet
 from lightning_shard.lab.simulate import alone
@@ -43,6 +47,8 @@ from lightning_shard.processes.forking import become_rank
 
 # of a network on a mesh, for each step, what each rank did alone
 Timed = dict[tuple[str, Mesh], list[tuple[Timeline, ...]]]
+
+Stored = list[list[Any]]  # of each collective its name and ranks, and the costs by bytes
 
 MAKE: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with the resolution of the field
     "CNN": (lambda: SimpleCNN(hidden_channels=32), 768),
@@ -83,7 +89,7 @@ def measured(
     timed: Timed = {}
     for network in networks:
         for mesh in meshes:
-            peak = int(_most(peak_of(partial(_fit, network, mesh, 3))))
+            peak = int(*most(peak_of(partial(_fit, network, mesh, 3))))
             of_mesh, lone = _in_turns(network, mesh, rates, rounds, steps)
             found += [case | {"memory": peak} for case in of_mesh]
             timed[network, mesh] = lone
@@ -107,7 +113,7 @@ def _in_turns(
     dist.all_gather_object(everyone, lone)
     found = [
         {"network": network, "ranks": dist.get_world_size(), "mesh": list(mesh), "gigabits": rate,
-         "seconds": _most(statistics.median(spent)), "all": spent}
+         "seconds": most(statistics.median(spent))[0], "all": spent}
         for rate, spent in times.items()
     ]  # fmt: skip
     return found, [*zip(*everyone, strict=True)]
@@ -145,12 +151,6 @@ def _limit(gigabits: float | None) -> None:
         slow_links.limit_link(None if gigabits is None else gigabits * 1e9)
 
 
-def _most(value: float) -> float:
-    worst = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
-
-
 def _clock(ends: list[float]) -> Callback:
     """Notes when each step ends, and names the steps for a profiler."""
     named = record_function(STEP)
@@ -181,8 +181,7 @@ def _fit(network: str, mesh: Mesh, steps: int, clock: Callback) -> None:
         warnings.simplefilter("ignore")
         trainer = Trainer(
             accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_steps=steps,
-            callbacks=[clock], logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+            callbacks=[clock], use_distributed_sampler=False, **QUIET,
         )  # fmt: skip
         trainer.fit(task, data)
 
@@ -221,3 +220,56 @@ def _highest(memory: list[tuple[float, dict[str, Any]]], begin: float) -> int:
         if at >= begin:
             peak = max(peak, held)
     return peak
+
+
+def links(rates: Sequence[float | None]) -> dict[str, Stored]:
+    """What collectives take on links of each rate; every rank of the group calls it."""
+    found: dict[str, Stored] = {}
+    ranks = dist.get_world_size()
+    for rate in rates:
+        slow_links.limit_link(None if rate is None else rate * 1e9)
+        costs = measured_links([n for n in (2, 4) if n <= ranks]).costs
+        found[f"{ranks}, {rate}"] = [
+            [*kind, [[sent, cost.busy, cost.link] for sent, cost in points]]
+            for kind, points in costs.items()
+        ]
+    return found
+
+
+def _read(stored: Stored) -> MeasuredLinks:
+    return MeasuredLinks({
+        (name, ranks): [(sent, Cost(busy, link)) for sent, busy, link in points]
+        for name, ranks, points in stored
+    })  # fmt: skip
+
+
+def predicted(cases: Iterable[Case], stored: dict[str, Stored], timed: Timed) -> list[Case]:
+    """The cases with what is predicted of them, where links and steps are known."""
+    found: list[Case] = []
+    for case in cases:
+        steps = timed.get((case["network"], tuple(case["mesh"])))
+        known = stored.get(f"{case['ranks']}, {case['gigabits']}")
+        if steps and (known or case["ranks"] == 1):
+            time_ = _replayed(steps, _read(known or []))
+            memory = _memory(case["network"], tuple(case["mesh"]))
+            found.append(case | {"predicted": time_ | {"memory": memory}})
+    return found
+
+
+@cache
+def _memory(network: str, mesh: Mesh) -> int:
+    """The peak of bytes, which is the same on all devices."""
+    cluster = read_cluster(f"{math.prod(mesh)}xH100")
+    return predict(*task_and_data(network, 1), mesh, cluster).memory
+
+
+def _replayed(steps: Sequence[tuple[Timeline, ...]], known: MeasuredLinks) -> dict[str, float]:
+    """Of the rank that needs most, the median of the steps."""
+    slowest = [max(Replay(each, known.cost).run(), key=lambda r: r.seconds) for each in steps]
+    return {
+        "seconds": statistics.median(r.seconds for r in slowest),
+        "computed": statistics.median(r.computed for r in slowest),
+        "busy": statistics.median(r.busy for r in slowest),
+        "waited": statistics.median(sum(r.waited.values()) for r in slowest),
+        "hidden": statistics.median(r.hidden for r in slowest),
+    }

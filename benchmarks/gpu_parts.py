@@ -11,16 +11,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import lightning_shard
+from benchmarks.common import QUIET
 from benchmarks.gpu_speed import Rows, device, now, peak, reserved, reset_peak, timed
-from benchmarks.peer_networks import NETWORKS
-from benchmarks.unet_step import UNet
+from benchmarks.networks import NETWORKS, Task, UNet
 from lightning_shard.memory import offload
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.memory.paging.pager import Pager
@@ -181,18 +181,6 @@ def _error(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(float((loss - wanted).abs() / wanted.abs()), float(wrong / size))
 
 
-class _Module(LightningModule):
-    def __init__(self, resolution: int) -> None:
-        super().__init__()
-        self.network, self.resolution = UNet(16), resolution
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.network(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
 class Clock(Callback):
     """Seconds of each step: processor time on the CPU, else by the clock, with the device idle."""
 
@@ -223,17 +211,16 @@ def one_device(resolution: int, steps: int, rounds: int = 3) -> Rows:
 
 def _trained(
     strategy: Any, resolution: int, steps: int, dtype: torch.dtype = torch.float32
-) -> tuple[list[float], _Module]:
+) -> tuple[list[float], Task]:
     """Train a U-Net on one device; return the seconds of each step after the fifth, and it."""
     torch.manual_seed(0)
-    clock, module = Clock(), _Module(resolution)
+    clock, module = Clock(), Task(UNet(16), torch.optim.SGD)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice on workers and intervals
         trainer = Trainer(
             accelerator=device().type, devices=1, strategy=strategy, max_steps=steps + 5,
-            callbacks=[clock], logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-            precision="64-true" if dtype == torch.float64 else "32-true",
+            precision="64-true" if dtype == torch.float64 else "32-true", callbacks=[clock],
+            **QUIET,
         )  # fmt: skip
         field = torch.randn(steps + 5, 3, resolution, resolution, dtype=dtype)
         samples: Any = field  # a tensor has the length and the items of a data set

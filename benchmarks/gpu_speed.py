@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
-from benchmarks.peer_networks import NETWORKS
-from benchmarks.unet_step import UNet
+from benchmarks.networks import NETWORKS, UNet
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.memory.recompute import compile_forward
 from lightning_shard.processes.mesh import make_mesh

@@ -24,11 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import lightning_shard
-from benchmarks.common import describe, start, table
+from benchmarks.common import MIB, describe, most, start, table
 from lightning_shard.fsdp.blocks import blocks
 from lightning_shard.processes.mesh import make_mesh
 
-MIB = 2**20
 MESHES = {  # by the number of ranks
     2: {"2x1": (2, 1), "1x2": (1, 2)},
     4: {"4x1": (4, 1), "2x2": (2, 2), "1x4": (1, 4)},
@@ -222,9 +221,7 @@ def _watched(net: nn.Module, optimizer: torch.optim.Optimizer, found: Bytes) -> 
 
 def most_of(mine: Bytes) -> Bytes:
     """What `count` gives of the rank that needs most, of each kind; called on each rank."""
-    values = torch.tensor(list(vars(mine).values()))
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return Bytes(*values.tolist())
+    return Bytes(*map(int, most(*vars(mine).values())))
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
-from benchmarks.common import table
+from benchmarks.common import QUIET, table
 from lightning_shard import UnsupportedOperationError
 
 PACKAGES = ("classification", "regression", "segmentation", "image", "audio")
@@ -247,10 +247,6 @@ def outcomes(cases: Sequence[Case], domain: int = 2) -> dict[str, str]:
     warnings.simplefilter("ignore")
     world = dist.get_world_size()
     replicas = world // domain
-    quiet: dict[str, Any] = {
-        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "accelerator": "cpu",
-    }  # fmt: skip
 
     def validated(trainer: Trainer, **options: Any) -> tuple[Validation, Mapping[str, Any]]:
         module = Validation(cases, **options)
@@ -259,11 +255,12 @@ def outcomes(cases: Sequence[Case], domain: int = 2) -> dict[str, str]:
         )
         return module, trainer.callback_metrics
 
-    one = Trainer(devices=1, plugins=[LightningEnvironment()], **quiet)
+    one = Trainer(devices=1, plugins=[LightningEnvironment()], accelerator="cpu", **QUIET)
     with mock.patch("torch.argsort", partial(torch.argsort, stable=True)):
         alone, _ = validated(one, sync_on_compute=False)
     strategy = lightning_shard.HybridShardStrategy(domain_parallel_size=domain)
-    split = Trainer(devices=world, strategy=strategy, plugins=[TorchElasticEnvironment()], **quiet)
+    elastic = TorchElasticEnvironment()
+    split = Trainer(devices=world, strategy=strategy, plugins=elastic, accelerator="cpu", **QUIET)
     found, logged = validated(split)
     return {name: _compared(name, alone, found, logged) for name in found.cases}
 

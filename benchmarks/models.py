@@ -26,7 +26,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -96,7 +95,7 @@ def main() -> None:
         found: dict[str, dict[str, Row]] = {}
         for shape in options.mesh:
             sizes = tuple(map(int, shape.split("x")))
-            ranks = simulated if options.simulated else partial(start, fork=True)
+            ranks = simulated if options.simulated else start
             given = library, options.model, sizes
             own = options.tiles
             rows = compared(*given, Tiles(sizes)) if own else ranks(math.prod(sizes), run, *given)

@@ -12,9 +12,7 @@ takes longest. The field's rows are split; gradients are not averaged.
 import argparse
 import contextlib
 import itertools
-import statistics
 import sys
-import time
 from collections.abc import Callable, Generator
 from typing import Any
 from unittest import mock
@@ -26,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lightning_shard
 from benchmarks import slow_links
-from benchmarks.common import describe, table
-from benchmarks.unet_step import UNet
+from benchmarks.common import describe, in_turns, most, table
+from benchmarks.networks import UNet
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.trainer.profile.traffic import counted
 
@@ -54,35 +52,27 @@ def costs(
         step()
     with _recorded() as calls:
         step()
-    sides: dict[str, tuple[Callable[[], None], Callable[[], Any]]] = {
-        "computation": (step, _without_wire),
-        "wire": (lambda: _replay(calls), contextlib.nullcontext),
-        "waiting": (step, lambda: overlapping("never")),
-        "overlapping": (step, lambda: overlapping("auto")),
+    sides = {
+        "computation": _within(_without_wire, step),
+        "wire": lambda: [call() for call in calls],
+        "waiting": _within(lambda: overlapping("never"), step),
+        "overlapping": _within(lambda: overlapping("auto"), step),
     }
     found = []
     for rate in gigabits:
         slow_links.limit_link(rate * 1e9)
-        times = _in_turns(sides, rounds)
-        worst = torch.tensor([*times.values(), traffic.bytes], dtype=torch.float64)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        found.append((rate, *worst.tolist()))
+        in_turns(sides, 1)  # warms up
+        times = in_turns(sides, rounds)
+        found.append((rate, *most(*(wall for _, wall in times.values()), traffic.bytes)))
     return found
 
 
-def _in_turns(
-    sides: dict[str, tuple[Callable[[], None], Callable[[], Any]]], rounds: int
-) -> dict[str, float]:
-    spent: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        for name, (run, around) in sides.items():
-            dist.barrier()
-            with around():
-                begin = time.perf_counter()
-                run()
-            if number:  # the first round warms up
-                spent[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(times) for name, times in spent.items()}
+def _within(around: Callable[[], Any], run: Callable[[], None]) -> Callable[[], None]:
+    def way() -> None:
+        with around():
+            run()
+
+    return way
 
 
 class _Done:
@@ -122,11 +112,6 @@ def _recorded() -> Generator[list[Callable[[], Any]]]:
         for name in NAMES:
             stack.enter_context(mock.patch.object(dist, name, recording(getattr(dist, name))))
         yield calls
-
-
-def _replay(calls: list[Callable[[], Any]]) -> None:
-    for call in calls:
-        call()
 
 
 def main() -> None:

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import MIB, describe, table
 from benchmarks.memory import T5, Operator
-from benchmarks.peer_networks import ViT
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet, ViT
 from lightning_shard import shard
 from lightning_shard.memory import offload
 from lightning_shard.memory.paging.device_pager import pager_of

@@ -1,15 +1,17 @@
 """Training steps of networks whose field is split over ranks, beside other packages.
 
     python -m benchmarks.peers
+    python -m benchmarks.peers --no-peer --networks U-Net --ways lightning_shard compiled
 
 It makes an environment with the peer in .venv-peers where the running one has none; --no-peer
 leaves it out. All ways take turns in one run. Each figure is the median of its rounds, on the rank
 that needs most: forward, mean square and backward of one sample, without the mean of gradients over
 data replicas. The limit is what two plain processes take that each compute half of the rows at the
 same time and tell each other nothing. "Whole" is stock torch, or stock neuraloperator, on one
-thread, while the other ranks do the same. A way is timed if its loss is that of one process. With
---calls the price of single calls follows. Collectives, bytes and activations are counted at the
-operators of torch, below all ways alike (step_traffic.py).
+thread, while the other ranks do the same. "Compiled" is the split field through compiled blocks of
+the U-Net, which takes minutes before the first round. A way is timed if its loss is that of one
+process. With --calls the price of single calls follows. Collectives, bytes and activations are
+counted at the operators of torch, below all ways alike (step_traffic.py).
 
 All ways run under the policy of threads that this package sets on CPUs. ShardTensor sets none, so
 it is timed once more without, by processes of its own. What lets it run on CPUs is in
@@ -21,11 +23,10 @@ import copy
 import importlib.util
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -35,12 +36,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import lightning_shard
-from benchmarks import peer_calls, peer_on_cpus
-from benchmarks.common import describe, start, table
-from benchmarks.dispatch import CALLS
-from benchmarks.peer_networks import IN_FLOAT32, NETWORKS
+from benchmarks import dispatch, peer_on_cpus
+from benchmarks.common import describe, in_turns, most, start, table
+from benchmarks.networks import IN_FLOAT32, NETWORKS
 from benchmarks.step_traffic import Seen
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.recompute import compile_forward
 
 # the peer imports torchvision, which fits torch of the same build: not 2.13.0+cpu, say
 PEER, VERSIONS = "physicsnemo", ["nvidia-physicsnemo==2.2.2", "torch===2.13.0"]
@@ -62,12 +63,17 @@ def _whole(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, 
 
 
 def _limit(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
-    return net, whole.chunk(mesh.size(), 2)[mesh.get_local_rank()].contiguous()
+    return net, whole.chunk(mesh.size(), 2)[mesh.get_local_rank()].clone()
 
 
 def _ours(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
     avoid_whole_fields(net)  # as the strategy does
     return net, lightning_shard.shard(whole, mesh, 2)
+
+
+def _compiled(net: Any, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
+    compile_forward([*net.down, *net.up])
+    return _ours(net, whole, mesh)
 
 
 def _peer(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
@@ -88,7 +94,7 @@ def _dtensor(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module
 
 WAYS: dict[str, Way] = {
     "limit": _limit, "whole": _whole, "lightning_shard": _ours, "ShardTensor": _peer,
-    "DTensor": _dtensor, AS_INSTALLED: _peer,
+    "DTensor": _dtensor, "compiled": _compiled, AS_INSTALLED: _peer,
 }  # fmt: skip
 
 
@@ -98,21 +104,18 @@ def _step(net: nn.Module, field: Any) -> Any:
     return loss.detach()
 
 
-def _prepared(
-    name: str, way: str, resolution: int, dtype: torch.dtype = torch.float32
-) -> tuple[nn.Module, Any]:
+def _prepared(name: str, way: str, resolution: int, **stored: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     net, whole = NETWORKS[name](), torch.randn(1, 3, resolution, resolution)
-    if dtype == torch.float64:
-        net, whole = net.double(), whole.double()
+    net, whole = net.to(**stored), whole.to(**stored)
     return WAYS[way](net, whole, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def error_of(name: str, way: str, resolution: int) -> float:
     """The error of a way's loss, relative to one process, in float64; every rank calls it."""
     dtype = torch.float32 if name in IN_FLOAT32 else torch.float64
-    net, field = _prepared(name, way, resolution, dtype)
-    wanted = float(_step(*_prepared(name, "whole", resolution, dtype)))
+    net, field = _prepared(name, way, resolution, dtype=dtype)
+    wanted = float(_step(*_prepared(name, "whole", resolution, dtype=dtype)))
     loss = _step(copy.deepcopy(net) if way == "lightning_shard" else net, field)
     loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
     return abs(float(loss) - wanted) / abs(wanted)
@@ -129,23 +132,24 @@ class StepCost:
     activations: float = 0
 
 
-def costs(name: str, ways: Sequence[str], resolution: int, rounds: int) -> dict[str, StepCost]:
-    """What a step takes in each way; every rank calls it."""
-    prepared = {way: _prepared(name, way, resolution) for way in ways}
-    spent: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+def costs(
+    name: str, ways: Sequence[str], resolution: int, rounds: int, stored: Any = None
+) -> dict[str, StepCost]:
+    """What a step takes in each way; every rank calls it.
+
+    Args:
+        name: The network.
+        ways: Names of `WAYS`.
+        resolution: Of the field.
+        rounds: Over which the median is taken.
+        stored: The memory format of parameters and field; None: rows.
+    """
+    stored = stored or torch.contiguous_format
+    prepared = {way: _prepared(name, way, resolution, memory_format=stored) for way in ways}
     counted = {way: _counts(*given) for way, given in prepared.items()}  # and warms up
-    for _ in range(rounds):
-        for way, (net, field) in prepared.items():
-            dist.barrier()
-            begin = time.process_time(), time.perf_counter()
-            _step(net, field)
-            spent[way].append((time.process_time() - begin[0], time.perf_counter() - begin[1]))
-    found: dict[str, StepCost] = {}
-    for way, times in spent.items():
-        worst = torch.tensor([*(median(each) for each in zip(*times, strict=True)), *counted[way]])
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        found[way] = StepCost(*worst.tolist())
-    return found
+    steps = {way: partial(_step, *given) for way, given in prepared.items()}
+    times = in_turns(steps, rounds)
+    return {way: StepCost(*most(*times[way], *counted[way])) for way in ways}
 
 
 def _counts(net: nn.Module, field: Any) -> tuple[int, int, int]:
@@ -196,8 +200,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=2)
     ways = ["lightning_shard", "DTensor", "ShardTensor"]
-    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
-    parser.add_argument("--calls", nargs="*", choices=CALLS, default=[])
+    parser.add_argument("--ways", nargs="+", choices=[*ways, "compiled"], default=ways)
+    parser.add_argument("--calls", nargs="*", choices=dispatch.CALLS, default=[])
+    parser.add_argument("--channels-last", action="store_true", help="how all tensors lie")
     parser.add_argument("--no-peer", action="store_true", help="this package and the limit alone")
     options = parser.parse_args()
     if not options.no_peer and importlib.util.find_spec(PEER) is None:
@@ -210,7 +215,8 @@ def main() -> None:
     for name in options.networks:
         reasons = {w: refusal(name, w, options.resolution, options.ranks) for w in tried}
         ways = ["limit", "whole", *(way for way, reason in reasons.items() if reason is None)]
-        sizes = options.resolution, options.rounds
+        stored = torch.channels_last if options.channels_last else None
+        sizes = options.resolution, options.rounds, stored
         found = start(options.ranks, costs, name, ways, *sizes)
         if "ShardTensor" in found:
             found |= start(options.ranks, costs, name, [AS_INSTALLED], *sizes, policy=False)
@@ -218,8 +224,8 @@ def main() -> None:
     if rows:
         table(HEAD, rows)
     if options.calls:
-        print("Processor us for a call, forward and backward, tiny tensors over 2 ranks")
-        table(["function", *peer_calls.SIDES], start(2, peer_calls.costs, options.calls))
+        print("Processor us for a call, tiny tensors over 2 ranks")
+        table(dispatch.HEAD, start(2, dispatch.costs, options.calls))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ import lightning_shard
 from benchmarks.forecast_runs import peak_of
 from benchmarks.gpu_parts import Clock
 from benchmarks.gpu_speed import Rows, device, peak, reset_peak
-from benchmarks.peer_networks import ViT
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet, ViT
 from lightning_modules.cnn.simple_cnn import SimpleCNN
 from lightning_shard.lab.calibrate import calibrate
 from lightning_shard.lab.machine import Cluster

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_shard
-from benchmarks.common import map_blocks_from, memory, reset_peak
+from benchmarks.common import QUIET, map_blocks_from, memory, reset_peak
 from benchmarks.program_zoo import Parts, Program, programs
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.data.tree import map_leaves
@@ -174,9 +174,7 @@ def run(
     kept = type("Losses", (pl.Callback,), keeping)()
     replicas, _, domain = mesh.partition("x")
     settings = {
-        "accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
-        **parts.trainer,
+        "accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, **QUIET, **parts.trainer,
     }  # fmt: skip
     if mesh:
         strategy = {"domain_parallel_size": int(domain), "exact_random": True, **parts.strategy}

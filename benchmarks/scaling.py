@@ -20,24 +20,68 @@ The other ways are reckoned from the same steps, with the same compute:
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from neuralop.models import TFNO
+from torch import nn
+from torch.utils.data import DataLoader
 
 from benchmarks.common import table
-from benchmarks.scaling_networks import WORKLOADS, Workload
+from benchmarks.networks import Task, UNet
 from lightning_shard import Cluster, best, predict, read_cluster
 
+UNet3d = partial(UNet, given=1, conv=nn.Conv3d)
 Mesh = tuple[int, ...]
 Point = dict[str, Any]
 RANKS = (8, 32, 128, 512)
 GIB = 2**30
 HALF_OF_COMPLEX = 4  # bytes of a half spectrum for each real number of the field
 FEW = 0.1  # of the computation that exchange may take
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network and its field.
+
+    Attributes:
+        make: Makes the network.
+        extents: Of the field.
+        channels: Of the hidden layers.
+        spectral_layers: That transform a field of these channels; 0: it has none.
+    """
+
+    make: Callable[[], nn.Module]
+    extents: tuple[int, ...]
+    channels: int
+    spectral_layers: int = 0
+
+    def task(self) -> Task:
+        torch.manual_seed(0)
+        return Task(self.make())
+
+    def data(self, extents: Sequence[int] | None = None) -> DataLoader[Any]:
+        """One sample, whose numbers are all the same one in memory."""
+        sample: Any = [torch.zeros(()).expand(1, 1, *(extents or self.extents))]
+        return DataLoader(sample, batch_size=None)
+
+
+def _tfno(modes: tuple[int, ...], channels: int) -> Callable[[], nn.Module]:
+    return lambda: TFNO(modes, 1, 1, channels, n_layers=4, factorization="tucker", rank=0.1)
+
+
+WORKLOADS: dict[str, Workload] = {
+    "TFNO 2048²": Workload(_tfno((64, 64), 64), (2048, 2048), 64, 4),
+    "TFNO 1024³": Workload(_tfno((32, 32, 32), 32), (1024, 1024, 1024), 32, 4),
+    "U-Net 512³": Workload(lambda: UNet3d(16), (512, 512, 512), 16),
+}
 
 
 def domains(ranks: int, extents: Sequence[int]) -> Iterator[Mesh]:

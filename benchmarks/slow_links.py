@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import ANSWER
 from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
 
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1
 INSIDE = "LIGHTNING_SHARD_SLOW_LINKS"  # set in the process that holds the bridge
 LINK = "slow0"
+ANSWER = "answer"  # a file that rank 0 writes: a pipe that nobody reads yet holds 64 KiB only
 LATENCY = "400ms"  # how long a packet may wait for tokens before it is dropped
 
 

@@ -1,10 +1,15 @@
 """One spectral convolution, forward and backward: ours, transposed FFTs, and neuraloperator's own.
 
     python -m benchmarks.spectral --quick
+    python -m benchmarks.spectral --step 1024
 
 On one process ours is compared with the unmodified layer on a plain tensor; on several with the
 transposed FFT (benchmarks/transposed_fft.py). Processor time, bytes and memory are those of the
 rank that needs most; memory is beyond inputs and weights.
+
+--step is a training step of a whole TFNO instead, with stock code on one process and its field
+split over several: one sample, forward, relative L2 loss, backward and Adam. Its bytes are those of
+fields and modes, and of FSDP2's collectives where torch calls them through torch.distributed.
 """
 
 import argparse
@@ -19,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from neuralop.layers.spectral_convolution import SpectralConv
+from neuralop.losses import LpLoss
+from neuralop.models import TFNO
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -27,6 +34,7 @@ from benchmarks.common import MIB, Cost, describe, measured, start, table
 from benchmarks.transposed_fft import spectral_conv
 from lightning_shard.domain.layout import partition
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
+from lightning_shard.processes.mesh import make_mesh
 
 FIELDS = ((421, 421), (1024, 1024), (2048, 2048), (128, 128, 128))
 HEADER = (
@@ -132,14 +140,67 @@ def row_of(case: Case, ranks: int, costs: tuple[Cost, Cost] | None) -> list[Any]
     ]  # fmt: skip
 
 
+def cost_of_step(resolution: int, hidden: int, modes: int) -> Cost:
+    """Of the ranks that call it."""
+    return measured(_tfno_step(resolution, hidden, modes), _tfno_step(32, hidden, modes))
+
+
+def _tfno_step(resolution: int, hidden: int, modes: int) -> Callable[[], None]:
+    ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    net: torch.nn.Module = TFNO((modes, modes), 1, 1, hidden, factorization="tucker", rank=0.1)
+    fields = torch.randn(2, 1, 1, resolution, resolution)
+    x, y = fields[0], fields[1]
+    if ranks > 1:
+        mesh = make_mesh("cpu", 1, (ranks,))
+        lightning_shard.parallelize(net, mesh)
+        x, y = (_split(part, mesh["domain"]) for part in (x, y))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    loss = LpLoss(d=2, reduction="mean")
+
+    def step() -> None:
+        loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _split(field: Tensor, mesh: DeviceMesh) -> Tensor:
+    local = lightning_shard.shard(field, mesh, 2).to_local().clone()
+    return lightning_shard.from_local(local, mesh, 2, field.shape)
+
+
+def print_steps(options: argparse.Namespace) -> None:
+    """Print the table of steps of a TFNO."""
+    sizes = options.step, options.hidden, options.modes[0]
+    costs = {ranks: start(ranks, cost_of_step, *sizes) for ranks in options.ranks}
+    describe()
+    print(f"TFNO, {sizes[0]}², {sizes[1]} channels, {sizes[2]} modes")
+    first = next(iter(costs.values()))
+    rows = [
+        [n, f"{c.cpu:.2f}", f"{c.sent / MIB:.3g}", f"{c.peak / MIB:.0f}",
+         f"{c.peak / first.peak:.2f}"]
+        for n, c in costs.items()
+    ]  # fmt: skip
+    table(["ranks", "CPU s", "MiB sent", "peak MiB", "of one process"], rows)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="32 modes of 32 channels only")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--modes", type=int, nargs="+", default=[12, 32, 64])
+    parser.add_argument("--modes", type=int, nargs="+", help="default: 12, 32 and 64; of steps 32")
     parser.add_argument("--widths", type=int, nargs="+", default=[32, 128])
+    parser.add_argument("--step", type=int, help="the resolution of a TFNO's step, timed instead")
+    parser.add_argument("--hidden", type=int, default=32, help="channels of the TFNO")
     options = parser.parse_args()
+    if options.step:
+        options.modes = options.modes or [32]
+        print_steps(options)
+        return
+    options.modes = options.modes or [12, 32, 64]
     modes, widths = ([32], [32]) if options.quick else (options.modes, options.widths)
     cases = [Case(f, m, w) for w in widths for f in FIELDS for m in modes]
     results = {ranks: start(ranks, compare, cases) for ranks in options.ranks}

@@ -37,9 +37,9 @@ if __name__ == "__main__" and not {"fit", "step"} & {*sys.argv}:
 import torch
 from torch import Tensor
 
-from benchmarks.common import MIB, describe, table
+from benchmarks.common import MIB, QUIET, describe, table
+from benchmarks.networks import Task, UNet
 from benchmarks.paging import saved, tiled
-from benchmarks.unet_step import UNet
 from lightning_shard import Tiles, in_tiles, shard
 from lightning_shard.memory.recompute import recompute
 
@@ -178,22 +178,11 @@ def fit(tiles: int, resolution: int, folder: str) -> None:
     """Train two steps of a U-Net with a Trainer, with 1 GiB above what is held before."""
     import resource
 
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
     from lightning_shard import TiledStrategy, plan
 
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = UNet(32)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.network(batch).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters())
-
-    module, field = Module(), torch.randn(3, resolution, resolution)
+    module, field = Task(UNet(32)), torch.randn(3, resolution, resolution)
     data: Any = torch.utils.data.DataLoader([field, field])  # pyright: ignore[reportArgumentType]
     planned = plan(module, data, tiles=tiles) if tiles else plan(module, data)
     strategy: Any = TiledStrategy(tiles, tile_memory=folder) if tiles else "auto"
@@ -203,10 +192,7 @@ def fit(tiles: int, resolution: int, folder: str) -> None:
     limit = int(held[1]) * 1024 + GIB
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     begin = time.process_time()
-    Trainer(
-        accelerator="cpu", devices=1, max_steps=2, strategy=strategy, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(module, data)  # fmt: skip
+    Trainer(accelerator="cpu", devices=1, max_steps=2, strategy=strategy, **QUIET).fit(module, data)
     waits = f", {planned.on_host / MIB:,.0f} MiB in files" if tiles else ""
     print(
         f"{tiles or 'no'} tiles, {resolution}²: trained, {planned.memory / MIB:,.0f} MiB planned"

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from benchmarks.common import describe, start, table
+from benchmarks.common import QUIET, describe, start, table
 from benchmarks.model_zoo import Case, cases
 from benchmarks.model_zoo.comparison import made, relative_errors, tensors_of
 from lightning_shard.checkpoint.state import full_module_state
@@ -126,10 +126,8 @@ def fitted(case: Case, number: int, replicas: int = 1, **options: Any) -> Traine
     """The model after the Trainer's steps on `number` batches, `replicas` in each."""
     module = Trained(case, replicas)
     trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-        accumulate_grad_batches=replicas, **options,
-    )  # fmt: skip
+        accelerator="cpu", max_epochs=1, accumulate_grad_batches=replicas, **QUIET, **options
+    )
     trainer.fit(module, batches(case, number))
     return module
 
@@ -194,7 +192,7 @@ def print_steps(libraries: Sequence[str], meshes: Sequence[str]) -> None:
     found = []
     for replicas, domain in (MESHES[title] for title in meshes):
         ranks = replicas * math.prod(domain)
-        found.append(start(ranks, each, libraries, compared, replicas, domain, fork=True))
+        found.append(start(ranks, each, libraries, compared, replicas, domain))
     rows = []
     for library in libraries:
         errors = [of_mesh[library] for of_mesh in found]

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import peer_calls, peer_on_cpus, peers, step_traffic
-from benchmarks.peer_networks import IN_FLOAT32
+from benchmarks import dispatch, peer_on_cpus, peers, step_traffic
+from benchmarks.networks import IN_FLOAT32
 from benchmarks.peers import StepCost
 from lightning_shard.trainer.profile.traffic import counted
 from tests.pairs import choose
@@ -33,10 +33,13 @@ def test_ways_without_the_peer(name):
 
 @pytest.mark.spmd(2)
 def test_price_of_calls():
-    rows = peer_calls.costs(["relu", "conv3x3"], count=2)
-    assert [row[0] for row in rows] == ["relu", "conv3x3"]
-    assert all(float(figure) > 0 for row in rows for figure in row[1:3])
-    assert rows[1][3] == ""  # DTensor's convolution is wrong
+    rows = [
+        dict(zip(dispatch.HEAD, row, strict=True))
+        for row in dispatch.costs(["relu", "conv3x3"], count=2)
+    ]
+    assert [row["function"] for row in rows] == ["relu", "relu", "conv3x3", "conv3x3"]
+    assert all(float(row[side]) > 0 for row in rows for side in ("plain", "ours"))
+    assert rows[2]["DTensor"] == rows[0]["no wire"] == ""  # DTensor's convolution is wrong
 
 
 @pytest.mark.spmd(3)

@@ -15,8 +15,15 @@ def test_splits():
 
 
 def test_other_ways_and_a_tiny_field():
-    from benchmarks.scaling import others, part_of, point, smallest_slab
-    from benchmarks.scaling_networks import WORKLOADS, UNet3d, Workload
+    from benchmarks.scaling import (
+        WORKLOADS,
+        UNet3d,
+        Workload,
+        others,
+        part_of,
+        point,
+        smallest_slab,
+    )
 
     cluster = read_cluster("2x4xH100")
     assert part_of(cluster, 8).devices == 8

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.device_autocast import autocast_of_gpu
 from lightning_shard.lab.kernel_costs import Call, seconds_on, workspace_on

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet
 from lightning_shard import TiledStrategy, in_tiles, plan
 from lightning_shard.lab import least_tiles as least
 from lightning_shard.lab.predict import predict

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import lightning_shard
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet
 from lightning_shard import StuckError, simulate
 from lightning_shard.domain.halo import overlap_mode, overlapping
 from lightning_shard.processes.mesh import make_mesh

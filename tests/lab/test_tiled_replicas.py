@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError
 
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet
 from lightning_shard import HybridShardStrategy, TiledStrategy
 from lightning_shard.checkpoint.state import full_module_state
 from tests import pool

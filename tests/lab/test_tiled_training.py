@@ -16,8 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.peer_networks import ViT
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet, ViT
 from lightning_shard import (
     ShardingOptions,
     TiledStrategy,

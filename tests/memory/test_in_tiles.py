@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peer_networks import ViT
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet, ViT
 from lightning_shard import in_tiles, init_mesh, parallelize
 from lightning_shard.memory.recompute import compile_forward
 from tests.double_fno import to_double

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import lightning_shard
 from benchmarks.gpu_speed import FAMILIES, Launches, families
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet
 from lightning_shard.domain.halo import overlapping
 from tests.parity import mesh_of
 

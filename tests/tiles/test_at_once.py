@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpu_speed import Launches
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet
 from lightning_shard import Tiles, gather, shard, use_exact_random
 from lightning_shard.tiles.crew import Crew, TurnsNeededError
 from lightning_shard.tiles.tile_tensor import TileTensor

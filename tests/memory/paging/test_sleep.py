@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from benchmarks.unet_step import UNet
+from benchmarks.networks import UNet
 from lightning_shard import Tiles, gather, shard
 from lightning_shard.memory.paging.device_pager import pager_of
 from tests.parity import assert_same

@@ -1,13 +1,55 @@
-"""The networks of `benchmarks.peers`, of torch and neuraloperator alone: every way may try them."""
+"""Networks that several benchmarks step through, of torch and neuraloperator alone."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from neuralop.models import TFNO
 from torch import Tensor, nn
 
-from benchmarks.unet_step import UNet
 from lightning_modules.cnn.simple_cnn import SimpleCNN
+
+
+class UNet(nn.Module):
+    """Two convolutions with group norm at each of four resolutions, down and up again.
+
+    Args:
+        channels: Of the finest resolution.
+        given: Channels of the field.
+        conv: `nn.Conv2d`, or `nn.Conv3d` for volumes.
+    """
+
+    def __init__(
+        self, channels: int, given: int = 3, conv: type[nn.Conv2d | nn.Conv3d] = nn.Conv2d
+    ) -> None:
+        super().__init__()
+        widths = [channels * 2**level for level in range(4)]
+        double = partial(_double, conv)
+        self.down = nn.ModuleList(map(double, [given, *widths[:-1]], widths))
+        self.up = nn.ModuleList(double(wide + low, low) for low, wide in pairwise(widths))
+        self.head = conv(channels, 1, 1)
+        self.pool = F.max_pool2d if conv is nn.Conv2d else F.max_pool3d
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, channels, *spatial) -> (B, 1, *spatial)."""
+        kept = []
+        for block in self.down:
+            x = block(self.pool(x, 2) if kept else x)
+            kept.append(x)
+        for block, beside in zip(reversed(self.up), reversed(kept[:-1]), strict=True):
+            x = block(torch.cat([F.interpolate(x, scale_factor=2), beside], 1))
+        return self.head(x)
+
+
+def _double(conv: type[nn.Conv2d | nn.Conv3d], given: int, made: int) -> nn.Sequential:
+    layers = []
+    for channels in (given, made):
+        layers += [conv(channels, made, 3, padding=1), nn.GroupNorm(8, made), nn.ReLU()]
+    return nn.Sequential(*layers)
 
 
 class ViT(nn.Module):
@@ -90,6 +132,27 @@ class _Bottleneck(nn.Module):
 def _normed(given: int, made: int, kernel: int, stride: int = 1) -> list[nn.Module]:
     conv = nn.Conv2d(given, made, kernel, stride, kernel // 2, bias=False)
     return [conv, nn.BatchNorm2d(made)]
+
+
+class Task(LightningModule):
+    """The mean square of a network's output.
+
+    Args:
+        network: The network.
+        optimizer: The class of the optimizer, whose learning rate is 1e-3.
+    """
+
+    def __init__(self, network: nn.Module, optimizer: Any = torch.optim.Adam) -> None:
+        super().__init__()
+        self.network, self.optimizer = network, optimizer
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """(B, channels, *spatial) -> ()."""
+        return self.network(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Make it."""
+        return self.optimizer(self.parameters(), lr=1e-3)
 
 
 def _tfno() -> nn.Module:
