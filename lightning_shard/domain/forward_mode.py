@@ -5,6 +5,8 @@ values. All ranks must call it alike, also one without rows, whose tangent may h
 forward mode each tensor that travels gets a tangent, of zeros if it has none.
 """
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,17 +43,28 @@ def refuse_without_tangents() -> None:
 
     Raises:
         UnsupportedOperationError: It is called in the forward of an autograd.Function, or on
-            simulated ranks, one of which would end the level of the others.
+            simulated ranks, one of which would end the level of the others; or torch records it.
     """
     if dual_level() >= 0 and ranks_are_threads():
         raise UnsupportedOperationError(
             "in a dual_level of simulated ranks, which share one; call torch.func.jvp instead"
+        )
+    if dual_level() >= 0 and _is_recorded():
+        raise UnsupportedOperationError(
+            "in forward mode while torch records a graph, which is of one rank, as "
+            "torch.func.linearize does; call torch.func.jvp for each tangent instead"
         )
     if dual_level() >= 0 and not carries_tangents():
         raise UnsupportedOperationError(
             "in forward mode, inside of an autograd.Function; give the Function plain tensors "
             "(lightning_shard.local_map), or write it in functions of torch"
         )
+
+
+def _is_recorded() -> bool:
+    """Return whether torch records a graph of what runs, as `make_fx` does."""
+    module = sys.modules.get("torch.fx.experimental.proxy_tensor")  # imported where it records
+    return module is not None and module.get_proxy_mode() is not None
 
 
 def refuse_tangent(x: Tensor) -> None:

@@ -9,7 +9,6 @@ whole.
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from lightning_shard.domain.empty_ranks import replaying_views, written_alike
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode, refuse_without_tangents
-from lightning_shard.domain.subdomain import Domain, Subdomain
+from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops import rule_for
 from lightning_shard.ops.become import BecameSplit
 from lightning_shard.ops.elementwise.pointwise import pointwise
@@ -44,6 +43,7 @@ from lightning_shard.tensor.gathering import (
     split_in,
     writes,
 )
+from lightning_shard.tensor.met import SplitInTransform, domains_met, note_domain
 from lightning_shard.tensor.out import write_out
 from lightning_shard.tensor.part import Part, part_of
 from lightning_shard.tensor.rows import Rows, is_own_copy, remember_index
@@ -63,25 +63,10 @@ _NO_MEMORY = (
     "`plain.data = tensor` need it; take lightning_shard.gather(tensor), or tensor.to_local(), "
     "which is this rank's part."
 )
-# where the domains are noted that functions meet; one list for each transform that is under way
-domains_met: ContextVar[tuple[list[Domain], ...]] = ContextVar("domains_met", default=())
-
-
-class SplitInTransform(UnsupportedOperationError):  # noqa: N818  it is a signal to our vmap
-    """A split tensor was met inside a transform of torch.func, or of torch's own."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "a split tensor inside a function transform; torch.func.vmap, grad, jvp and the like "
-            "take it, batched gradients (is_grads_batched, vectorize) do not"
-        )
-        self.is_named = True
-
-
-def note_domain(domain: Domain) -> None:
-    """Note that a function met a split tensor of this domain."""
-    for met in domains_met.get():
-        met.append(domain)
+_WITHOUT_RULE: dict[Any, str] = {
+    Tensor.storage_offset: "its parts have memory of their own. torch.func.linearize asks for it: "
+    "take torch.func.jvp",
+}
 
 
 class DomainTensor(Tensor):
@@ -138,11 +123,14 @@ class DomainTensor(Tensor):
             part = args[0]._part.read()
             how = {name: value for name, value in (kwargs or {}).items() if value is not None}
             return DomainTensor(part.like(copy_of_tensor(part.local.detach(), **how)))
-        if func is aten.add.Tensor and all(isinstance(a, DomainTensor) for a in args):
+        is_sum = func is aten.add.Tensor and not kwargs
+        if is_sum and all(isinstance(a, DomainTensor) for a in args):
             return _wrap(pointwise(torch.add, *(a._part for a in args)), {})
         raise UnsupportedOperationError(
-            f"{func} reached a tensor split over ranks without passing a rule. "
-            "Register one (lightning_shard.register_rule) or gather first (lightning_shard.gather)."
+            f"{func} reached a tensor split over ranks without passing a rule, as inside of "
+            "torch.func.vmap: call the function for each index and torch.stack what it returns. "
+            "Or register a rule (lightning_shard.register_rule), or gather (lightning_shard.gather)"
+            " first."
         )
 
     def __copy__(self) -> "DomainTensor":
@@ -293,11 +281,10 @@ def on_parts(
             local_args = _read(local_args)
             local_kwargs = {k: _read(v) for k, v in local_kwargs.items()}
     if rule is None:
-        raise UnsupportedOperationError(
-            "TorchScript asks no rule; give the module as it was before torch.jit"
-            if isinstance(func, ScriptMethod)
-            else "it has no rule for split tensors"
-        )
+        without: Any = "it has no rule for split tensors"
+        if isinstance(func, ScriptMethod):
+            without = "TorchScript asks no rule; give the module as it was before torch.jit"
+        raise UnsupportedOperationError(_WITHOUT_RULE.get(func, without))
     writing = func is Tensor.__setitem__ or changes_first(func, local_args, local_kwargs)
     run = _run_and_write_back if writing else run_rule
     if any(_leaves_empty(part) for part in parts):

@@ -1,15 +1,14 @@
-"""Function transforms of `torch.func` on split tensors: jvp, vjp, grad, Jacobians, vmap.
+"""Function transforms of `torch.func` on split tensors: jvp, vjp and grad.
 
-torch wraps tensors in levels of its own, which no rule could look through. So the four functions on
-which all transforms of torch.func are built are replaced, once a split tensor was made:
+torch wraps tensors in levels of its own, which no rule could look through. So these three are
+replaced, once a split tensor was made:
 
 - jvp makes dual tensors of the ranks' parts. Inside another forward mode, and on simulated ranks,
   it differentiates backwards twice, for a process has one level of dual tensors.
 - vjp, and with it grad, records a graph and goes backwards.
-- vmap calls the function for each index, and stacks the results.
 
-Inside torch's own vmap, whose arguments are plain, a split tensor raises; the outermost vmap then
-starts again, index by index. A function under a transform must be pure, as in torch.
+Where a split tensor meets torch's own levels, as inside of vmap, it raises. jvp of plain arguments
+then starts again. A function under a transform must be pure, as in torch.
 """
 
 import contextlib
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode, ranks_are_threads
 from lightning_shard.ops.elementwise.whole_gradients import local_gradients, mean_over_ranks
 from lightning_shard.processes.torch_private.internals import (
@@ -34,7 +32,8 @@ from lightning_shard.processes.torch_private.internals import (
     tree_unflatten,
 )
 from lightning_shard.processes.torch_private.names import internal
-from lightning_shard.tensor.tensor import DomainTensor, SplitInTransform, domains_met, note_domain
+from lightning_shard.tensor.met import SplitInTransform, domains_met, note_domain
+from lightning_shard.tensor.tensor import DomainTensor
 
 Function = Callable[..., Any]
 _EAGER = "torch._functorch.eager_transforms."
@@ -47,12 +46,8 @@ def install_transforms() -> None:
         "_jvp_with_argnums": _jvp_for,
         "_vjp_with_argnums": _vjp_for,
         "grad_and_value_impl": _grad_for,
-        "_chunked_standard_basis_for_": _basis_for,
-        "linearize": _linearize_for,
     }.items():
         replace_internal(_EAGER + name, make)
-    torch.func.linearize = _linearize_for(torch.func.linearize)
-    replace_internal("torch._functorch.apis.vmap_impl", _vmap_for)
 
 
 def _jvp_for(plain: Function) -> Function:
@@ -250,60 +245,6 @@ def _grad_for(plain: Function) -> Function:
     return grad_and_value
 
 
-def _basis_for(plain: Function) -> Function:
-    """Unit vectors of split tensors are plain: each rank takes its rows."""
-
-    def basis(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        stand_ins = [
-            x.to_local().new_empty(()).expand(x.shape) if isinstance(x, DomainTensor) else x
-            for x in tensors
-        ]
-        return plain(stand_ins, *args, **kwargs)
-
-    return basis
-
-
-def _linearize_for(plain: Function) -> Function:
-    """The function that is returned calls `func` again, with a tangent."""
-
-    @functools.wraps(plain)
-    def linearize(func: Function, *primals: Any) -> Any:
-        if in_transform() or not _any_split(primals):
-            return plain(func, *primals)
-
-        def push(*tangents: Any) -> Any:
-            return torch.func.jvp(func, primals, tangents)[1]
-
-        return func(*primals), push
-
-    return linearize
-
-
-def _vmap_for(plain: Function) -> Function:
-    def vmap(
-        func: Function,
-        in_dims: Any,
-        out_dims: Any,
-        randomness: str,
-        chunk_size: int | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if in_transform() or not _any_split((args, kwargs)):
-            inner = in_transform()
-            try:
-                return _kept(
-                    plain, func, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
-                )
-            except RuntimeError as error:
-                nested = "Nested forward mode" in str(error)  # torch refuses its jvp within ours
-                if inner or not (nested or isinstance(error, SplitInTransform)):
-                    raise
-        return _each_index(func, (in_dims, out_dims), randomness, args, kwargs)
-
-    return vmap
-
-
 def _kept(plain: Function, *args: Any, **kwargs: Any) -> Any:
     """Call torch's own transform; where it meets a split tensor random numbers begin anew."""
     state = torch.get_rng_state()
@@ -312,47 +253,6 @@ def _kept(plain: Function, *args: Any, **kwargs: Any) -> Any:
     except SplitInTransform:
         torch.set_rng_state(state)
         raise
-
-
-def _each_index(func: Function, dims: Any, randomness: str, args: Any, kwargs: Any) -> Any:
-    """The results of `func` for each index of the mapped dims, stacked."""
-    in_dims, out_dims = dims
-    size, places, flat, spec = internal("torch._functorch.vmap._process_batched_inputs")(
-        in_dims, args, func
-    )
-    for x, dim in zip(flat, places, strict=True):
-        if dim is not None and isinstance(x, DomainTensor):
-            layout = x.subdomain.layout
-            if dim % x.ndim in layout.split_dims:
-                raise _refused(f"vmap over dim {dim}, which is split over ranks ({layout})")
-    if not size:
-        raise _refused("vmap over a dim of extent 0")
-    state = torch.get_rng_state()
-    columns: list[list[Any]] = []
-    of_result: Any = None
-    for i in range(size):
-        if randomness == "same":
-            torch.set_rng_state(state)
-        taken = [x if d is None else x.select(d, i) for x, d in zip(flat, places, strict=True)]
-        leaves, of_result = tree_flatten(func(*tree_unflatten(taken, spec), **kwargs))
-        columns.append(leaves)
-    into = internal("torch.utils._pytree._broadcast_to_and_flatten")(out_dims, of_result)
-    if into is None:
-        raise ValueError(f"vmap: out_dims {out_dims} do not fit the outputs {of_result}")
-    stacked = [
-        each[0] if dim is None or each[0] is None else torch.stack(each, dim)
-        for each, dim in zip(zip(*columns, strict=True), into, strict=True)
-    ]
-    return tree_unflatten(stacked, of_result)
-
-
-def _refused(reason: str) -> UnsupportedOperationError:
-    error = UnsupportedOperationError(
-        f"cannot run {reason}: map a dim that no rank splits, or call "
-        "lightning_shard.gather on the tensor first."
-    )
-    error.is_named = True
-    return error
 
 
 def _chosen(args: Any, argnums: Any, **options: Any) -> Any:

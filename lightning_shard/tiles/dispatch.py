@@ -18,9 +18,9 @@ from lightning_shard.processes.torch_private.internals import (
 )
 from lightning_shard.tensor.facts import FACTS, OF_WRAPPER, attributes_of
 from lightning_shard.tensor.gathering import refusal, split_in
+from lightning_shard.tensor.met import SplitInTransform
 from lightning_shard.tensor.tensor import (
     DomainTensor,
-    SplitInTransform,
     swapped,
 )
 from lightning_shard.tiles.by_rule import by_rule

@@ -25,8 +25,8 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.errors import StuckError
 from lightning_shard.processes.torch_private.internals import in_transform, without_rules
+from lightning_shard.tensor.met import SplitInTransform
 from lightning_shard.tensor.part import Part
-from lightning_shard.tensor.tensor import SplitInTransform
 from lightning_shard.tiles.crew import TurnsNeededError
 from lightning_shard.tiles.places import SEED, Begin, Output, Place, Record, Root
 from lightning_shard.tiles.small_graphs import Total, at_once, in_turn

@@ -51,20 +51,13 @@ INTERNALS = {
     "torch.autograd.Function._backward_cls": "a Function's node of the graph is known by its class",
     "torch.nn.modules._functions.SyncBatchNorm": "nn.SyncBatchNorm has a rule",
     "torch.nn.modules._functions.BackwardHookFunction": "full backward hooks see split tensors",
-    # TorchScript (tensor/scripted.py)
     # forward mode and torch.func (domain/forward_mode.py, tensor/transforms.py)
     "torch.autograd.forward_ad._current_level": "collectives carry tangents where others do",
     "torch._C._is_fwd_grad_enabled": "the same",
     "torch._functorch.eager_transforms._jvp_with_argnums": "torch.func.jvp takes split tensors",
     "torch._functorch.eager_transforms._vjp_with_argnums": "torch.func.vjp takes split tensors",
     "torch._functorch.eager_transforms.grad_and_value_impl": "torch.func.grad takes split tensors",
-    "torch._functorch.eager_transforms._chunked_standard_basis_for_":
-        "torch.func.jacfwd and jacrev take split tensors",
-    "torch._functorch.eager_transforms.linearize": "torch.func.linearize takes split tensors",
     "torch._functorch.eager_transforms._slice_argnums": "arguments are chosen as torch does",
-    "torch._functorch.vmap._process_batched_inputs": "vmap maps dims as torch does",
-    "torch.utils._pytree._broadcast_to_and_flatten": "the same",
-    "torch._functorch.apis.vmap_impl": "torch.func.vmap takes split tensors",
     # parameters and gradients (fsdp, checkpoint)
     "torch._C._are_functorch_transforms_active": "spectral layers leave torch.func alone",
     "torch._C._current_graph_task_id": "plain gradients are averaged once in a backward pass",
