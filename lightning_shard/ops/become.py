@@ -101,15 +101,6 @@ def large_target(x: Any, dim: int, sources: Sequence[Any]) -> Subdomain | None:
     return split[0].like(x, layout)
 
 
-def refuse_shared(plain: Tensor) -> None:
-    """Raise unless nothing but `plain` itself sees its memory."""
-    if is_shared(plain):
-        raise UnsupportedOperationError(
-            "a plain tensor of which there are views cannot take split rows; make it like the "
-            "split tensor (torch.zeros_like)"
-        )
-
-
 def is_shared(plain: Tensor) -> bool:
     """Return whether a view, an array or another tensor may see the memory of `plain`."""
     return is_view(plain) or storage_users(plain) > _own_users()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_shard.domain.align import gathered
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.become import BecameSplit, refuse_shared
+from lightning_shard.ops.become import BecameSplit, is_shared
 from lightning_shard.ops.registry import implements, implements_lazily, name_of
 from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write
 from lightning_shard.ops.spectral.dft import scale
@@ -187,14 +188,19 @@ def lazy_getitem(func: Callable[..., Any], x: Lazy, index: Any) -> Any:
 
 @implements_lazily(Tensor.__setitem__)
 def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> BecameSplit | None:
-    """A plain complex tensor of zeros becomes a canvas with its first modes."""
+    """A plain complex tensor of zeros becomes a canvas with its first modes.
+
+    One that something else sees, as a view does, stays plain, and takes the modes of all ranks.
+    """
     spectral = isinstance(x, Canvas) or (isinstance(x, Tensor) and x.is_complex())
     if not spectral or not isinstance(value, Subdomain | Spectrum):
         raise UnsupportedOperationError("assignment into the spectrum of a split tensor")
     if isinstance(x, Canvas):
         x.assign(index, value.read())
         return None
-    refuse_shared(x)
+    if is_shared(x):  # a view would see a part of the modes
+        func(x, index, gathered(value.read()))
+        return None
     canvas = Canvas.like(x)
     canvas.assign(index, value.read())
     return BecameSplit(x, canvas)

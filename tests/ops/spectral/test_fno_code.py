@@ -47,6 +47,20 @@ class RealPairs(nn.Module):
         return torch.fft.irfftn(out, s=x.shape[2:], dim=spatial)
 
 
+class Viewed(RealPairs):
+    """Holds a view of the spectrum that it writes, which then lies whole on every rank."""
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft2(x)
+        out = torch.zeros(x.size(0), 4, x.size(2), x.size(3) // 2 + 1, dtype=torch.cdouble)
+        seen = out.flatten(0, 1)
+        for rows, weights in zip((slice(MODES), slice(-MODES, None)), self.weights, strict=True):
+            out[:, :, rows, :MODES] = torch.einsum(
+                "bixy,ioxy->boxy", spectrum[:, :, rows, :MODES], torch.view_as_complex(weights)
+            )
+        return torch.fft.irfft2(out + seen.view(out.shape), s=x.shape[2:])
+
+
 class Shifted(nn.Module):
     """The centre of a shifted two-sided spectrum, without a tensor of zeros around it."""
 
@@ -75,6 +89,7 @@ LAYERS = {
     "pairs_2d": (lambda: RealPairs(2), (13, 10)),
     "pairs_3d": (lambda: RealPairs(3), (9, 8, 7)),
     "shifted": (Shifted, (13, 10)),
+    "viewed": (lambda: Viewed(2), (13, 10)),
     "max_n_modes": (lambda: double_conv(n_modes=(4, 4), max_n_modes=(8, 8)), (13, 12)),
     "scaled_up": (lambda: double_conv(n_modes=(4, 4), resolution_scaling_factor=2), (9, 8)),
     "scaled_down": (lambda: double_conv(n_modes=(4, 4), resolution_scaling_factor=0.5), (14, 12)),
