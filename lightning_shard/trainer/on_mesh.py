@@ -123,7 +123,7 @@ class OnMesh:
         ) or {}
         # new parameters by old ones, whose memory belongs to those who still hold them
         self._moved: MutableMapping[nn.Parameter, nn.Parameter] = WeakTensorKeyDictionary()
-        self.announced = Announcements()
+        self.announced = Announcements(by_default=shard_dims is None)
         given = {
             "accelerator": accelerator,
             "parallel_devices": parallel_devices,

@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_shard.data.tree import named_leaves
@@ -25,12 +24,16 @@ class SplitSummary:
     split: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     whole: dict[str, str] = field(default_factory=dict[str, str])
 
-    def __str__(self) -> str:
-        split = [
+    @property
+    def dims(self) -> str:
+        """The entries that are split, each with its dims, in words."""
+        return ", ".join(
             f"{name} (dim{'s' * (len(dims) > 1)} {', '.join(map(str, dims))})"
             for name, dims in self.split.items()
-        ]
-        parts = [f"split over the domain: {', '.join(split) or 'nothing'}"]
+        )
+
+    def __str__(self) -> str:
+        parts = [f"split over the domain: {self.dims or 'nothing'}"]
         if self.whole:
             parts.append(f"whole: {', '.join(f'{n} ({d})' for n, d in self.whole.items())}")
         return "; ".join(parts)
@@ -51,10 +54,14 @@ class Announcements:
     Rank 0 prints.
     """
 
-    def __init__(self) -> None:
-        """Begin with nothing printed."""
+    def __init__(self, *, by_default: bool = False) -> None:
+        """Begin with nothing printed.
+
+        Args:
+            by_default: True if the user named no dims.
+        """
         self._said: set[tuple[TrainerFn | None, str]] = set()
-        self._by_default: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}  # shapes, split dims
+        self._newest, self._by_default = SplitSummary(), by_default
 
     def say(self, summary: SplitSummary, stage: TrainerFn | None, ranks: int) -> None:
         """Print it on the first rank, unless this stage has printed it.
@@ -64,6 +71,7 @@ class Announcements:
             stage: The stage of the Trainer.
             ranks: The number of ranks that share each sample.
         """
+        self._newest = summary
         if (stage, str(summary)) in self._said:
             return
         self._said.add((stage, str(summary)))
@@ -71,22 +79,16 @@ class Announcements:
         if not summary.split:
             rank_zero_warn(summary.advice(ranks))
 
-    def remember(self, batch: Any) -> None:
-        """Remember which dims of a batch are split although the user named none."""
-        named = ((str(path[0]) if path else "batch", x) for path, x in named_leaves(batch))
-        tensors = ((name, x) for name, x in named if isinstance(x, Tensor))
-        self._by_default = {name: (x.shape, dims_split_in(x)) for name, x in tensors}
-
     def explain(self, error: BaseException) -> None:
         """Add the dims that were split to a refusal that the default dims have caused."""
         words = r"split channels|features of \w+ are split|all (steps|features)"
-        split = {name: (tuple(s), [*d]) for name, (s, d) in self._by_default.items() if d}
-        if isinstance(error, UnsupportedOperationError) and re.search(words, str(error)) and split:
-            shown = ", ".join(f"{n!r} {shape}: {dims}" for n, (shape, dims) in split.items())
-            dims = ", ".join(f"{name!r}: dim" for name in split)
+        caused = isinstance(error, UnsupportedOperationError) and re.search(words, str(error))
+        if caused and self._by_default and self._newest.split:
+            names = ", ".join(f"{name!r}: dim" for name in self._newest.split)
             error.add_note(
-                f"shard_dims was not given, so these dims were split: {shown}. Where entries are "
-                f"(B, T, C, *spatial) or (B, T, C), name others: shard_dims={{{dims}}}."
+                f"shard_dims was not given, so these dims were split: {self._newest.dims}. "
+                "Where entries are (B, T, C, *spatial) or (B, T, C), name others: "
+                f"shard_dims={{{names}}}."
             )
 
 

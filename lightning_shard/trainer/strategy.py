@@ -342,8 +342,6 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         if read != self._last_checked:
             self._last_checked = read
             self.announced.say(split_summary(batch), trainer.state.fn, self.domain_size)
-            if self.shard_dims is None:
-                self.announced.remember(batch)
         return batch
 
     @override
