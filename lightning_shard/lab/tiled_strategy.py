@@ -1,9 +1,7 @@
 """Trains on a device in tiles: the user's Python runs once, each operation for all tiles."""
 
-import warnings
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -29,6 +27,7 @@ from lightning_shard.memory.in_tiles import (
 from lightning_shard.memory.paging.device_pager import pager_of
 from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.tiles.tile_tensor import Tiles
+from lightning_shard.trainer.hidden import hidden
 from lightning_shard.trainer.host import data_of_stage
 from lightning_shard.trainer.on_mesh import register
 from lightning_shard.trainer.split_summary import split_summary
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_shard.memory.paging.pager import Pager
 
 _AFTER_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of a batch
+_ADVICE = ".*sync_dist=True.*when logging on epoch level"
 _STAGES: dict[TrainerFn, Stage] = {
     TrainerFn.FITTING: "fit",
     TrainerFn.VALIDATING: "validate",
@@ -117,7 +117,8 @@ class TiledStrategy(HybridShardStrategy):
             self._choose_tiles(trainer)
         super().setup(trainer)
         if self.world_size == 1:
-            self._while_set_up.enter_context(_without_advice())
+            # one process has a group of its own, over which nothing is to be reduced
+            self._while_set_up.enter_context(hidden(_ADVICE))
         self._pager = pager_of(self.root_device, self.budget, self.tile_memory)
         self._grid = Tiles(self.tiles, self._pager)
 
@@ -190,19 +191,6 @@ class TiledStrategy(HybridShardStrategy):
         if self._pager is not None:
             self._pager.close()
         self._grid = self._pager = None
-
-
-@contextmanager
-def _without_advice() -> Generator[None]:
-    """Leave out Lightning's advice to reduce over devices: one process has a group of its own."""
-    words = ".*sync_dist=True.*when logging on epoch level"
-    warnings.filterwarnings("ignore", words)
-    entry = warnings.filters[0]
-    try:
-        yield
-    finally:
-        if entry in warnings.filters:
-            cast("list[Any]", warnings.filters).remove(entry)
 
 
 register(

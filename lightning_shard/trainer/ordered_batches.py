@@ -6,7 +6,6 @@ order from them, skips what was read, and goes on with the numbers of the checkp
 loaded in vain, and the mesh may be another one.
 """
 
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
@@ -16,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_shard.lightning import Trainer, TrainerFn, rank_zero_warn
+from lightning_shard.trainer.hidden import hidden
 from lightning_shard.trainer.host import hook_of
 from lightning_shard.trainer.random_state import random_state, same_numbers, set_random_state
 
@@ -248,7 +248,8 @@ def put_into(
     until_end.callback(_replace, loader, loader.batch_sampler, type(loader))
     _replace(loader, batches, late.put_off(loader, batches) if late else type(loader))
     if late:
-        until_end.enter_context(_without_advice())
+        # Lightning warns that a loader without `state_dict` cannot be resumed
+        until_end.enter_context(hidden("You're resuming from a checkpoint that ended before"))
 
 
 def _replace(loader: DataLoader[Any], batches: Any, cls: type) -> None:
@@ -265,16 +266,3 @@ def unfinished(trainer: Trainer) -> tuple[str, int] | None:
     in_validation = trainer.state.fn == TrainerFn.FITTING and trainer.validating
     ends = hook_of(trainer.lightning_module) == "on_validation_end"
     return ("validation", progress.total.ready) if in_validation and not ends else None
-
-
-@contextmanager
-def _without_advice() -> Generator[None, None, None]:
-    """Hide Lightning's warning that a loader without `state_dict` cannot be resumed."""
-    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
-    added = warnings.filters[0]
-    try:
-        yield
-    finally:
-        filters: Any = warnings.filters
-        if added in filters:
-            filters.remove(added)
