@@ -12,8 +12,9 @@ import gc
 import json
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,33 @@ def _fit(make: _Make, shape: Sequence[int], precision: Any, steps: int, clock: A
 
 
 def measured(make: _Make, shape: Sequence[int], precision: str) -> tuple[float, float]:
-    """Seconds of the quickest step, and the peak of bytes in tensors."""
+    """Seconds of the quickest step, and the peak of bytes in tensors.
+
+    On the CPU a process of its own trains, since memory that an earlier training left would make
+    the steps quicker.
+    """
+    if device().type != "cpu":
+        return _measured(make, shape, precision)
+    context = get_context("fork")
+    mine, other = context.Pipe(duplex=False)
+
+    def train() -> None:
+        try:
+            other.send((_measured(make, shape, precision), ""))
+        except (RuntimeError, TypeError) as error:  # such as no kernel of bfloat16
+            other.send((None, str(error)))
+
+    process = context.Process(target=train)
+    process.start()
+    other.close()
+    found, failed = mine.recv()
+    process.join()
+    if found is None:
+        raise RuntimeError(failed)
+    return found
+
+
+def _measured(make: _Make, shape: Sequence[int], precision: str) -> tuple[float, float]:
     gc.collect()
     clock = Clock()
     reset_peak()
@@ -106,29 +133,43 @@ def measured(make: _Make, shape: Sequence[int], precision: str) -> tuple[float, 
     return min(b - a for a, b in pairwise(ends)), held * 2**20
 
 
-def rows(machine: Cluster, small: bool, names: Sequence[str] | None = None) -> Iterator[Rows]:
-    """A row for each network and precision: what was planned, and what was measured."""
-    for name, (make, shape) in networks(small).items():
-        for precision in PRECISIONS if names is None or name in names else ():
-            row: dict[str, Any] = {"network": name, "precision": precision}
-            try:
-                seconds, held = measured(make, shape, precision)
-                samples: Any = [torch.zeros(()).expand(2, *shape)]
-                found = lightning_shard.plan(
-                    _Task(make()),
-                    DataLoader(samples, batch_size=None),
-                    (1, 1),
-                    cluster=machine,
-                    precision=precision,
-                )
-            except (RuntimeError, TypeError) as error:  # such as no kernel of bfloat16
-                yield [row | {"failed": str(error).splitlines()[0]}]
-                continue
-            yield [row | {
-                "ms": 1e3 * seconds, "planned ms": 1e3 * found.seconds,
-                "ratio": found.seconds / seconds, "MiB": held / 2**20,
-                "planned MiB": found.memory / 2**20, "ratio of MiB": found.memory / held,
-            }]  # fmt: skip
+Case = tuple[str, _Make, tuple[int, ...], str]  # a network, the shape of a sample, a precision
+
+
+def cases(small: bool, names: Sequence[str] | None = None) -> list[Case]:
+    """The networks of these names, each in all precisions."""
+    asked = [each for each in networks(small).items() if names is None or each[0] in names]
+    return [(name, *given, precision) for name, given in asked for precision in PRECISIONS]
+
+
+def tried(call: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a call, or the first line of its error."""
+    try:
+        return call(*args)
+    except (RuntimeError, TypeError) as error:  # such as no kernel of bfloat16
+        return str(error).splitlines()[0]
+
+
+def row(case: Case, trained: Any, machine: Cluster, measure: bool) -> dict[str, Any]:
+    """What was planned, beside what was measured."""
+    name, make, shape, precision = case
+    found: dict[str, Any] = {"network": name, "precision": precision}
+    samples: Any = [torch.zeros(()).expand(2, *shape)]
+    planned = tried(
+        lambda: lightning_shard.plan(
+            _Task(make()), DataLoader(samples, batch_size=None), (1, 1), cluster=machine,
+            precision=precision, measure=measure,
+        )
+    )  # fmt: skip
+    for each in (trained, planned):
+        if isinstance(each, str):
+            return found | {"failed": each}
+    seconds, held = trained
+    return found | {
+        "ms": 1e3 * seconds, "planned ms": 1e3 * planned.seconds,
+        "ratio": planned.seconds / seconds, "MiB": held / 2**20,
+        "planned MiB": planned.memory / 2**20, "ratio of MiB": planned.memory / held,
+    }  # fmt: skip
 
 
 def summary(found: Rows) -> str:
@@ -148,19 +189,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", help="the file of calibrate; None: measure this machine")
     parser.add_argument("--networks", nargs="+", choices=networks(small=True))
+    parser.add_argument("--measure", action="store_true", help="run each kernel of a step alone")
     parser.add_argument("--out", type=Path, default=Path("outputs/plan"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     small = device().type == "cpu"
     if small:
         torch.set_num_threads(1)
+    asked = cases(small, options.networks)
+    # all trainings first: on the CPU they begin with the memory that this process holds
+    trained = [tried(measured, *case[1:]) for case in asked]
     if options.machine is None:
         options.machine = str(options.out / "machine.json")
         calibrate(1).save(options.machine)
+    machine = lightning_shard.read_cluster(options.machine)
     found: Rows = []
-    for new in rows(lightning_shard.read_cluster(options.machine), small, options.networks):
-        found += new
-        print(json.dumps(new[0]), flush=True)
+    for case, each in zip(asked, trained, strict=True):
+        found.append(row(case, each, machine, options.measure))
+        print(json.dumps(found[-1]), flush=True)
         (options.out / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
     print(summary(found))
 

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from lightning_shard.lab.compare import certify as certify
     from lightning_shard.lab.compare import check as check
     from lightning_shard.lab.machine import Cluster as Cluster
-    from lightning_shard.lab.predict import Prediction as Prediction
     from lightning_shard.lab.predict import plan as plan
     from lightning_shard.lab.predict import predict as predict
+    from lightning_shard.lab.prediction import Prediction as Prediction
     from lightning_shard.lab.ranking import Candidate as Candidate
     from lightning_shard.lab.ranking import Ranking as Ranking
     from lightning_shard.lab.ranking import Setting as Setting

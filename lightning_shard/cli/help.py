@@ -110,7 +110,7 @@ examples
   {program} check --model my_package.MyModule --data my_package.MyData
 """,
     "plan": """\
-usage: {program} plan --config FILE [--cluster CLUSTER [--best]] [options of fit]
+usage: {program} plan --config FILE [--cluster CLUSTER ...] [options of fit]
 
 Predicts what each rank will hold and send in one training step: parameters, gradients, the
 optimizer's state, activations and messages. One step is rehearsed on the CPU of this machine, which
@@ -121,6 +121,8 @@ to be given to fit with the config, and plan.txt.
 options
   --cluster CLUSTER   nodes x devices x kind, such as 8x8xH100; other links: 8x8xH100:HDR or
                       8x8xH100:PCIe5/Ethernet100; or a .json file of a machine that was measured
+  --measure           this machine has such a device: run the kernels of the step on it, and take
+                      their times, not rates
   --best              rank what fits
   --price PRICE       of a device for an hour: the cost of an epoch is shown
   --output DIR        where --best writes; by default trainer.default_root_dir

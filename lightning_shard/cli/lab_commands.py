@@ -19,6 +19,7 @@ from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.usage import UsageError, as_usage_error
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.compare import certify, check
+from lightning_shard.lab.own_kernels import device_here
 from lightning_shard.lab.predict import plan
 from lightning_shard.lab.search import best
 from lightning_shard.trainer.asked_devices import count_of
@@ -72,22 +73,27 @@ class LabCLI(lightning_cli.ShardCLI):
         getattr(self, f"_{self.command}")(self.datamodule or self.model.train_dataloader())
 
     def _plan(self, source: Any) -> None:
-        where: dict[str, Any] = {"cluster": self.own.cluster, "sharding": self.sharding}
+        where: dict[str, Any] = {"cluster": self.own.cluster, "measure": self.own.measure}
+        if self.own.measure:
+            with as_usage_error(ValueError):
+                device_here(self.own.cluster)
         if self.own.best:
-            found = best(self.model, source, self.own.cluster, **self.step)
+            found = best(self.model, source, **where, **self.step)
             print(found)
             written = found.save(self.own.output or self.folder or ".")
             print(f"written to {written}", file=sys.stderr)
-        elif self.tiles is not None:
+            return
+        where |= {"sharding": self.sharding, **self.step}
+        if self.tiles is not None:
             if self.tiles == "auto":
                 raise UsageError(
                     "auto asks the device of a run; give plan a number of tiles, such as --tiles 8"
                 )
             with as_usage_error(ValueError):
                 where["tile_budget"] = self.config["fit"].tile_budget
-                print(plan(self.model, source, tiles=self.tiles, **where, **self.step))
+                print(plan(self.model, source, tiles=self.tiles, **where))
         else:
-            print(plan(self.model, source, self._mesh(), **where, **self.step))
+            print(plan(self.model, source, self._mesh(), **where))
 
     def _check(self, source: Any) -> None:
         alone = math.prod(self.domain) == 1

@@ -52,7 +52,10 @@ WORDS: Table = {
 }  # fmt: skip
 BESIDE_FIT: Table = {  # commands that take the options of fit, too
     "check": {},
-    "plan": {"--best": SWITCH, "--cluster": {}, "--price": {"type": float}, "--output": PATH},
+    "plan": {
+        "--best": SWITCH, "--cluster": {}, "--measure": SWITCH, "--price": {"type": float},
+        "--output": PATH,
+    },
     "certify": {
         "--meshes": {"type": meshes, "default": "1x1,1x2,2x2,1x4"},
         "--steps": {"type": whole_number, "default": 50}, "--output": PATH, "--simulated": SWITCH,
@@ -93,7 +96,7 @@ def read_words(command: str, words: Sequence[str]) -> tuple[argparse.Namespace, 
 
 def _check_plan(options: argparse.Namespace) -> None:
     if options.cluster is None:
-        for name in ("best", "price", "output"):
+        for name in ("best", "measure", "price", "output"):
             if getattr(options, name):
                 raise UsageError(f"--{name} needs --cluster, such as --cluster 8x8xH100")
         return

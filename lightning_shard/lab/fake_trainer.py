@@ -40,6 +40,7 @@ from lightning_shard.lab.fake_modes import (
     forgetting,
 )
 from lightning_shard.lab.host_link import Counted
+from lightning_shard.lab.kernel_costs import Costs
 from lightning_shard.lab.machine import Device
 from lightning_shard.lab.run import Task, run_here
 from lightning_shard.lab.simulate import alone
@@ -96,7 +97,13 @@ class Traced:
 
 
 def traced(
-    task: Task, rank: int, device: Device | None = None, *, in_turns: bool = False, budget: int = 0
+    task: Task,
+    rank: int,
+    device: Device | None = None,
+    *,
+    in_turns: bool = False,
+    budget: int = 0,
+    costs: Costs | None = None,
 ) -> Traced:
     """Trace a step of one rank of the task's mesh, on real tensors only if fake ones do not do.
 
@@ -106,12 +113,13 @@ def traced(
         device: The device whose seconds are counted; None: only bytes are counted.
         in_turns: If true, the ranks take turns on one device, and what waits lies on the host.
         budget: Bytes that all of them together may keep on the device between their turns.
+        costs: Tells what kernels take; None: the rates of the device do.
 
     Raises:
         UnsupportedOperationError: The module uses an operation that cannot be split so.
     """
     ranks = math.prod(task.mesh) if in_turns else 0
-    trace = partial(_trace, task, rank, lambda: Ledger(device, ranks, budget))
+    trace = partial(_trace, task, rank, lambda: Ledger(device, ranks, budget, costs))
     # torch counts devices as its first backward pass begins; on fake tensors it finds one, starts
     # threads, and no process that is forked afterwards can differentiate
     torch.ones((), requires_grad=True).sum().backward()

@@ -1,8 +1,9 @@
 """Tells what an operator's kernel takes on a device: seconds, and memory beside its tensors."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +68,45 @@ class Call:
         if self.name == "convolution_backward":
             return self.args[1], self.args[2], self.args[0], self.args[4]
         return None
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """Holds the time and the memory of a kernel.
+
+    Attributes:
+        seconds: Its time on the device.
+        workspace: The bytes that it takes beside its tensors, while it runs.
+    """
+
+    seconds: float
+    workspace: int = 0
+
+
+class Costs(Protocol):
+    """Tells what kernels take."""
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        ...
+
+    def cost(self, call: Call, memory_of: Callable[[Tensor], Any]) -> KernelCost:
+        """Return what a kernel takes; `memory_of` gives an object for the memory of a tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByRates:
+    """Kernels that take what the rates of a device say."""
+
+    device: Device
+
+    def begin_step(self) -> None:
+        """Steps do not differ."""
+
+    def cost(self, call: Call, memory_of: Callable[[Tensor], Any]) -> KernelCost:
+        """Return what a kernel takes."""
+        return KernelCost(seconds_on(self.device, call), workspace_on(self.device, call))
 
 
 def seconds_on(device: Device, call: Call) -> float:

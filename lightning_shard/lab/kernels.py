@@ -52,7 +52,7 @@ def measured_device(device: torch.device, ranks: int, seconds: float) -> Device:
     bandwidths = [_bandwidth(device, size, seconds) for size in BYTES]
     per_call = _per_call(device, seconds)
     return Device(
-        name=_name(device),
+        name=name_of(device),
         memory=_memory(device, ranks),
         flops=_products(device, seconds),
         bandwidth=bandwidths[-1][1],
@@ -143,6 +143,16 @@ def _per_operator(device: torch.device, per_call: float, seconds: float) -> floa
 
     On a CPU, without the time of the kernels themselves.
     """
+    step = small_step(device)
+    ledger = Ledger(_ONE_A_KERNEL)
+    with Real(ledger):
+        step()
+    spent = seconds_of(step, device, seconds) / ledger.seconds
+    return spent if device.type != "cpu" else max(0.0, spent - per_call)
+
+
+def small_step(device: torch.device) -> Callable[[], None]:
+    """Return a step of a network whose kernels are small; it has run once."""
     with device:
         net = nn.Sequential(*[part for _ in range(LAYERS) for part in _layer()])
         x = torch.ones(2, LAYER_CHANNELS, LAYER_CHANNELS, device=device)
@@ -151,11 +161,7 @@ def _per_operator(device: torch.device, per_call: float, seconds: float) -> floa
         net(x).square().mean().backward()
 
     step()
-    ledger = Ledger(_ONE_A_KERNEL)
-    with Real(ledger):
-        step()
-    spent = seconds_of(step, device, seconds) / ledger.seconds
-    return spent if device.type != "cpu" else max(0.0, spent - per_call)
+    return step
 
 
 def _layer() -> tuple[nn.Module, ...]:
@@ -215,7 +221,8 @@ def _products(device: torch.device, seconds: float) -> Rates:
     return found
 
 
-def _name(device: torch.device) -> str:
+def name_of(device: torch.device) -> str:
+    """Return the name of a device, as its driver or Linux tells it."""
     if device.type != "cpu":
         return str(torch.get_device_module(device.type).get_device_name(device))
     cpus = Path("/proc/cpuinfo")

@@ -16,6 +16,7 @@ GB = 1e9
 PCIE_4 = 25 * GB  # in practice: about three quarters of its data sheet
 MOST_DEVICES = 16_384  # to predict a step of so many takes about a minute
 OF_ONE_CARD = "measured on one card"
+RUN_HERE = "each kernel of the step was run and timed"
 OF_DATA_SHEETS = "from data sheets, scaled by a measured H100"
 _IN_ROUNDS = (
     "all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "all_reduce",
@@ -174,6 +175,9 @@ class Cluster:
     @property
     def origin(self) -> str:
         """A sentence on where the rates come from."""
+        if self.device.source.startswith(RUN_HERE):
+            links = "measured" if self.collectives else "data sheets"
+            return f"On {self.device.name} {self.device.source}; the rates of its links: {links}."
         rates = f"The rates of {self.device.name}"
         if self.device.source.startswith((OF_DATA_SHEETS, OF_ONE_CARD)):
             return f"{rates}: {self.device.source}; those of its links: data sheets."

@@ -8,7 +8,8 @@ the rate of the slowest link among its ranks; the other ranks come to it when th
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,179 +21,20 @@ from lightning_shard.lab.batches import Data, Stage, first_batches
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.fake_trainer import Traced, replaced, traced
 from lightning_shard.lab.machine import Cluster, Device
+from lightning_shard.lab.own_kernels import OwnKernels, own_kernels
+from lightning_shard.lab.prediction import Prediction
 from lightning_shard.lab.replay import Replay
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
-from lightning_shard.lab.timeline import HOST_RATES
 from lightning_shard.lightning import LightningDataModule, LightningModule
 from lightning_shard.memory.in_tiles import refuse_to_offload, sizes_of_tiles
-from lightning_shard.memory.sizes import bytes_of, size_in_words
+from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.processes.mesh import Sharding
-from lightning_shard.trainer.split_summary import SplitSummary
 
 Tiles = int | str | Sequence[int]
 _OF_PARAMETERS = (
     "all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single",
     "mean_of_gradients",
 )  # fmt: skip
-_NOTES = {
-    "parameters": "those that this rank holds, and buffers",
-    "gradients": "of these parameters",
-    "optimizer": "its states of these parameters",
-    "gathered": "whole parameters and gradients of blocks",
-    "activations": "kept from forward for backward",
-    "temporary": "results that are soon given back",
-    "workspaces": "what kernels take beside their tensors",
-    "waiting": "of waiting tiles: small tensors, and what their budget keeps",
-}
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One training step of the rank that holds and exchanges most; `print` it.
-
-    Attributes:
-        mesh: The number of data replicas, and of ranks along each split dim.
-        cluster: The machines on which it would run; None: its time is not predicted.
-        split: The entries of the batch that are split over a domain, and those that stay whole.
-        samples: The number of samples in one step of all replicas.
-        memory: The peak of bytes in tensors, and of what kernels of the cluster's device take
-            beside them.
-        peak_at: The part of the step in which that is reached.
-        memory_by_cause: The bytes of the peak by their cause: "parameters", "gradients",
-            "optimizer", "gathered", "activations", "batch", "workspaces" and "temporary".
-        activations: Bytes that forward keeps for backward.
-        sent_for_parameters: Bytes of parameters and gradients that the rank sends.
-        sent_for_fields: Bytes that it sends within its domain: halos, modes and sums.
-        is_measured: True if the step ran on real tensors, since it needs numbers.
-        alone: The peak of bytes of one process without any sharding; None if it was not traced.
-        in_turns: True if the ranks are tiles, which take turns on one device. Bytes and seconds of
-            the step are then those of the device; other bytes are those of one tile.
-        on_host: The most bytes that wait on the host: of all tiles, or of offloaded activations.
-        to_host: Bytes that leave the device for it in a step.
-        from_host: Bytes that come back.
-        seconds: The time of the step; NaN without a cluster, as the times below.
-        compute: Seconds of computation.
-        exchange: Seconds of waiting for fields.
-        link: Seconds of waiting for what comes from the host or goes there.
-        parameters_traffic: Seconds of waiting for parameters and their gradients.
-        overlapped: Seconds of collectives and of copies that pass during computation.
-    """
-
-    mesh: Mesh
-    cluster: Cluster | None
-    split: SplitSummary
-    samples: int
-    memory: int
-    peak_at: str
-    memory_by_cause: dict[str, int]
-    activations: int
-    sent_for_parameters: int
-    sent_for_fields: int
-    is_measured: bool = False
-    alone: int | None = None
-    in_turns: bool = False
-    on_host: int = 0
-    to_host: int = 0
-    from_host: int = 0
-    seconds: float = math.nan
-    compute: float = math.nan
-    exchange: float = math.nan
-    link: float = math.nan
-    parameters_traffic: float = math.nan
-    overlapped: float = math.nan
-
-    @property
-    def sent(self) -> int:
-        """All bytes that the rank sends."""
-        return self.sent_for_parameters + self.sent_for_fields
-
-    def fits(self, cluster: Cluster) -> bool:
-        """Return whether a device of the cluster has the memory."""
-        return self.memory <= cluster.device.memory
-
-    def __str__(self) -> str:
-        ranks, cluster, several = math.prod(self.mesh[1:]), self.cluster, math.prod(self.mesh) > 1
-        lines = [] if cluster is None else [cluster.origin]
-        lines += [str(self.split)] if ranks > 1 else []
-        if ranks > 1 and not self.split.split:
-            lines.append(f"Warning: {self.split.advice(ranks)}")
-        replicas = f"{self.mesh[0]} data replica{'s' * (self.mesh[0] > 1)}"
-        shape = f"{replicas} x {'x'.join(map(str, self.mesh[1:]))} domain ranks"
-        place = "" if cluster is None else f" of {cluster}"
-        what = f"One of {math.prod(self.mesh)} ranks ({shape})" if several else "One process"
-        if self.in_turns:
-            what = f"{'x'.join(map(str, self.mesh[1:]))} tiles in turns on one device"
-        lines.append(f"{what}{place}, in one training step:")
-        rows = self._times() + self._memory() + self._traffic()
-        lines += [f"  {a:<17} {b:>10}   {c}".rstrip() for a, b, c in rows]
-        if self.is_measured:
-            lines.append("This was measured on real tensors: the step needs their numbers.")
-        return "\n".join(lines)
-
-    def _times(self) -> list[tuple[str, str, str]]:
-        if (cluster := self.cluster) is None:
-            return []
-        rate = self.samples / self.seconds if self.seconds else math.inf
-        rows = [
-            ("step", _milliseconds(self.seconds), f"{rate:.3g} samples/s"),
-            ("  compute", _milliseconds(self.compute), "kernels at the rates of the device"),
-        ]
-        if not self.in_turns:
-            fields = _milliseconds(self.exchange)
-            rows.append(("  fields", fields, "waiting for halos, modes and sums"))
-        if self.on_host:
-            note = ", nothing hidden" if self.in_turns else ", waiting for copies"
-            rows.append(("  link", _milliseconds(self.link), f"{_link_of(cluster)}{note}"))
-        return [
-            *rows,
-            (
-                "  parameters",
-                _milliseconds(self.parameters_traffic),
-                "waiting for the mean of gradients, or shards",
-            ),
-            ("hidden", _milliseconds(self.overlapped), "travels during computation"),
-        ]
-
-    def _memory(self) -> list[tuple[str, str, str]]:
-        note = f"in {self.peak_at}"
-        if self.cluster is not None:
-            verb = "fits" if self.fits(self.cluster) else "does not fit"
-            note += f"; {verb} into {size_in_words(self.cluster.device.memory)}"
-        if self.alone is not None and (math.prod(self.mesh) > 1 or self.in_turns):
-            note += f"; {size_in_words(self.alone)} in one process"
-        causes = sorted(self.memory_by_cause.items(), key=lambda pair: -pair[1])
-        notes = _NOTES | {"batch": self._batch_note()}
-        return [
-            ("peak memory", size_in_words(self.memory), note),
-            *((f"  {cause}", size_in_words(size), notes[cause]) for cause, size in causes),
-        ]
-
-    def _batch_note(self) -> str:
-        if not self.split.split:
-            return "all of each sample"
-        share = f"1/{math.prod(self.mesh[1:])} of"
-        return f"{share} each sample" if not self.split.whole else f"{share} what is split"
-
-    def _traffic(self) -> list[tuple[str, str, str]]:
-        rows: list[tuple[str, str, str]] = []
-        if self.in_turns or self.on_host:
-            moved = self.to_host + self.from_host
-            times = (f"{name} {moved / rate:.2g} s" for name, rate in HOST_RATES.items())
-            note = "or files: what waits, of all tiles" if self.in_turns else "pinned: activations"
-            rows += [
-                ("host memory", size_in_words(self.on_host), note),
-                ("to the host", size_in_words(self.to_host), "per step"),
-                ("from the host", size_in_words(self.from_host), f"both: {', '.join(times)}"),
-            ]
-        if self.in_turns or math.prod(self.mesh) == 1:
-            return rows
-        parameters = size_in_words(self.sent_for_parameters)
-        rows.append(("sent: parameters", parameters, "per step, over all ranks"))
-        if math.prod(self.mesh[1:]) > 1:
-            rows.append(
-                ("sent: fields", size_in_words(self.sent_for_fields), "per step, in the domain")
-            )
-        return rows
 
 
 def plan(
@@ -204,6 +46,7 @@ def plan(
     tiles: Tiles | None = None,
     tile_budget: str | None = None,
     cluster: Cluster | str | None = None,
+    measure: bool = False,
     sharding: Sharding | ShardingOptions = "auto",
     activation_checkpointing: bool = False,
     activation_offload: bool | str = False,
@@ -222,6 +65,8 @@ def plan(
             dim, as `(2, 4)` or "2x4".
         tile_budget: Bytes that tiles may keep on the device, such as "8GB". By default half of what
             the cluster's device has beside the parameters, as in a run; without a cluster, none.
+        measure: If true, this machine has such a device as the cluster, and runs each kernel of the
+            step alone on it, in about the time of ten steps. Else kernels take the device's rates.
         sharding: The mode of `ShardingOptions`, or such options, which then also have what follows;
             "auto" goes by the memory of the cluster's device, or by that of this machine.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
@@ -231,7 +76,8 @@ def plan(
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
     Raises:
-        ValueError: It is no mesh, or the cluster has another number of devices.
+        ValueError: It is no mesh, or the cluster has another number of devices; or this machine has
+            none of them, and `measure` is true.
         UnsupportedOperationError: The module uses an operation that cannot be split so.
 
     Example:
@@ -243,8 +89,10 @@ def plan(
         "activation_offload": activation_offload,
         **trainer_options(plan, trainer),
     }
+    kernels = own_kernels(cluster) if measure else None
+    cluster = cluster if kernels is None else kernels.cluster
     tiled: dict[str, Any] = {"tiles": tiles, "tile_budget": tile_budget}
-    found = predict(module, data, mesh, cluster, shard_dims, **tiled, **options)
+    found = predict(module, data, mesh, cluster, shard_dims, kernels=kernels, **tiled, **options)
     if found.is_measured:  # one step here is enough
         return found
     is_whole = math.prod(found.mesh) == 1 and not found.in_turns
@@ -259,6 +107,7 @@ def predict(
     cluster: Cluster | str | None = None,
     shard_dims: ShardDims = None,
     *,
+    kernels: OwnKernels | None = None,
     tiles: Tiles | None = None,
     tile_budget: str | None = None,
     sharding: Sharding | ShardingOptions = "auto",
@@ -276,6 +125,8 @@ def predict(
         mesh: The ranks; this and what follows as for `plan`.
         cluster: The machines on which it would run, such as "8x8xH100"; None: no time is predicted.
         shard_dims: The dims that are split.
+        kernels: Tells what they take on a device of this machine; None: the rates of the cluster
+            do.
         tiles: The number of tiles, in place of a mesh.
         tile_budget: Bytes that tiles may keep on the device.
         sharding: The mode of `ShardingOptions`, or such options.
@@ -327,7 +178,13 @@ def predict(
     memory = here if device is None else int(device.memory)
     with replaced(choose_sharding, "agreed_memory", lambda *_: memory):
         budget = _budget_of(module, device, tile_budget)
-        found = traced(task, rank_inside(sizes), device, in_turns=in_turns, budget=budget)
+        trace = partial(
+            traced, task, rank_inside(sizes), device, in_turns=in_turns, budget=budget,
+            costs=kernels,
+        )  # fmt: skip
+        found = trace()
+        if kernels is not None and kernels.run():
+            found = trace()
     sent = dict.fromkeys(("parameters", "fields"), 0)
     for each in found.timeline.collectives:
         sent["parameters" if each.name in _OF_PARAMETERS else "fields"] += each.sent
@@ -337,6 +194,7 @@ def predict(
         found.peak.causes, found.activations, sent["parameters"], sent["fields"], found.is_measured,
         None, in_turns, count * found.on_host, count * found.out, count * found.back,
         **(_times_in_turns if in_turns else _times)(found, count, where),
+        by_rates=() if kernels is None else tuple(sorted(kernels.not_run)),
     )  # fmt: skip
 
 
@@ -385,13 +243,3 @@ def rank_inside(mesh: Mesh) -> int:
     for size in mesh[1:]:
         place = place * size + min(1, size - 1)
     return place
-
-
-def _link_of(cluster: Cluster) -> str:
-    """Name the link between a device and its host."""
-    rates = {rate: name for name, rate in HOST_RATES.items()}
-    return rates.get(cluster.device.host_rate, "the link of the device")
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"

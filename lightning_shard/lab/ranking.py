@@ -9,7 +9,7 @@ import yaml
 
 from lightning_shard.lab.calibrate import aligned
 from lightning_shard.lab.machine import Cluster
-from lightning_shard.lab.predict import Prediction
+from lightning_shard.lab.prediction import Prediction
 from lightning_shard.lab.run import Mesh
 from lightning_shard.lab.timeline import HOST_RATES
 from lightning_shard.processes.mesh import Sharding

@@ -15,6 +15,7 @@ from lightning_shard.lab.batches import Data, first_batches
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.least_tiles import fewest
 from lightning_shard.lab.machine import Cluster
+from lightning_shard.lab.own_kernels import own_kernels
 from lightning_shard.lab.predict import predict
 from lightning_shard.lab.ranking import Candidate, Ranking, Setting
 from lightning_shard.lab.run import Mesh, samples_of, trainer_options
@@ -35,6 +36,7 @@ def best(
     shard_dims: ShardDims = None,
     *,
     seconds: float = 33.0,
+    measure: bool = False,
     **trainer: Any,
 ) -> Ranking:
     """Rank meshes, sharding modes, and what is kept of activations, by samples a second.
@@ -52,15 +54,20 @@ def best(
         cluster: The machines on which it is to run, such as "8x8xH100".
         shard_dims: The dims that may be split; see `HybridShardStrategy`.
         seconds: The time after which no further mesh is tried.
+        measure: If true, this machine runs the kernels, as for `plan`; that takes time of its own.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
     Example:
         >>> print(lightning_shard.best(module, data, "8x8xH100"))
     """
+    kernels = own_kernels(cluster) if measure else None
     cluster = read_cluster(cluster) if isinstance(cluster, str) else cluster
+    cluster = cluster if kernels is None else kernels.cluster
     batch = first_batches(module, data, "fit")[0]
     extents = extents_of(batch, shard_dims)
-    options = {"shard_dims": shard_dims, **trainer_options(best, trainer)}
+    options = {"shard_dims": shard_dims}
+    options |= {} if kernels is None else {"kernels": kernels}
+    options |= trainer_options(best, trainer)
     search = _Search(module, data, cluster, options)
     found = Ranking(cluster, extents=extents, samples=_samples_of_epoch(data, batch))
     begin = time.monotonic()

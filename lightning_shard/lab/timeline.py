@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from lightning_shard.lab.kernel_costs import NO_KERNEL, Call, seconds_on, workspace_on
+from lightning_shard.lab.kernel_costs import NO_KERNEL, ByRates, Call, Costs
 from lightning_shard.lab.machine import PCIE_4, Collective, Device
 from lightning_shard.memory.paging.pager import SMALL_BYTES
 from lightning_shard.processes.torch_private.internals import key_of_storage, storage_key
@@ -84,14 +84,22 @@ class Ledger:
         is_split: True if the step computes on split fields.
     """
 
-    def __init__(self, device: Device | None, in_turns: int = 0, budget: int = 0) -> None:
+    def __init__(
+        self,
+        device: Device | None,
+        in_turns: int = 0,
+        budget: int = 0,
+        costs: Costs | None = None,
+    ) -> None:
         """Begin with an empty ledger.
 
         Args:
             device: The device whose seconds are counted; None: no seconds are.
             in_turns: The number of ranks that take turns on one device; 0: each has its own.
             budget: Bytes that all of them together may keep there between their turns.
+            costs: Tells what kernels take; None: the rates of the device do.
         """
+        self._costs = costs or (None if device is None else ByRates(device))
         self.seconds = 0.0
         self.place = ""
         self.out = self.back = self.on_host = 0
@@ -111,6 +119,8 @@ class Ledger:
         self.operations = self._peak_at = self._most = self._waiting = self._waiting_at_peak = 0
         self.out = self.back = self.on_host = 0
         self.waited = 0.0
+        if self._costs is not None:
+            self._costs.begin_step()
         self.synchronize()
         self._all = list(self._live.values())
         for memory in self._all:
@@ -285,8 +295,8 @@ class Ledger:
 
         A device computes while the host asks for what follows; a CPU is the host.
         """
-        device = self._device
-        if device is None or call.name in NO_KERNEL:
+        device, costs = self._device, self._costs
+        if device is None or costs is None or call.name in NO_KERNEL:
             return 0
         if call.is_product:
             self._workspace = device.workspace
@@ -296,8 +306,9 @@ class Ledger:
             self.seconds = max(self.seconds, self._host)
         else:
             self.seconds += asked
-        self.seconds += seconds_on(device, call)
-        return workspace_on(device, call)
+        cost = costs.cost(call, self._see)
+        self.seconds += cost.seconds
+        return cost.workspace
 
 
 def _is_tensor(x: Any) -> bool:
