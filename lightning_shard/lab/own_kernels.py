@@ -12,11 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -38,6 +40,34 @@ QUICK = 4  # a quarter of the passes may be quicker than the one that counts
 _CONVOLUTIONS = ("convolution", "convolution_backward")
 _NO_KERNELS = ("c10d", "_c10d_functional")  # namespaces of collectives
 _Key = tuple[str, str]  # the name of an operator, and its arguments but for their memory
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, is_causal: bool = False,
+    *, attn_mask: Tensor | None = None, scale: float | None = None,
+) -> Callable[[], Any]:  # fmt: skip
+    def call() -> Any:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout, is_causal, scale=scale
+        ), None  # fmt: skip
+
+    return call
+
+
+def _gradients_of_attention(grad: Tensor, *given: Any, **named: Any) -> Callable[[], Any]:
+    """Return a call; the operator is given query, key, value, result, its sums, and options."""
+    leaves = [x.detach().requires_grad_() for x in given[:3]]
+    others: list[Any] = list(given[5:])
+    result, _ = _attention(*leaves, *others, **named)()
+    return partial(torch.autograd.grad, result, leaves, grad)
+
+
+# A step is traced on the CPU, whose attention is an operator of its own. A device has several
+# kernels, of which torch chooses one.
+_ON_DEVICES: dict[str, Callable[..., Callable[[], Any]]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _gradients_of_attention,
+}
 
 
 @dataclass(frozen=True)
@@ -63,12 +93,16 @@ class _Kernel:
         """The name of the operator without its overload."""
         return self.operator.overloadpacket.__name__
 
-    def on(self, tensor: Callable[[Part], Tensor], device: torch.device) -> tuple[Any, Any]:
-        """Return its arguments for a device; `tensor` makes those of its parts."""
-        if not self.kwargs and not any(isinstance(x, list | tuple) for x in self.args):
-            return [tensor(x) if isinstance(x, Part) else x for x in self.args], {}
-        given = tree_map_only(Part, tensor, (self.args, self.kwargs))
-        return tree_map_only(torch.device, lambda _: device, given)
+    def on(self, device: torch.device, tensor: Callable[[Part], Tensor]) -> Callable[[], Any]:
+        """Return a call of it on a device; `tensor` makes the tensors of its parts."""
+        args: Any = [tensor(x) if isinstance(x, Part) else x for x in self.args]
+        kwargs: Any = self.kwargs
+        if kwargs or any(isinstance(x, list | tuple) for x in args):
+            args, kwargs = tree_map_only(Part, tensor, (args, kwargs))
+            args, kwargs = tree_map_only(torch.device, lambda _: device, (args, kwargs))
+        if device.type != "cpu" and self.name in _ON_DEVICES:
+            return _ON_DEVICES[self.name](*args, **kwargs)
+        return partial(self.operator, *args, **kwargs)
 
     @property
     def parts(self) -> tuple[list[Part], list[Part]]:
@@ -174,10 +208,10 @@ class _Passes:
         for place, kernel in enumerate(self._step):
             if kernel.name not in self.failed:
                 try:
-                    args, kwargs = kernel.on(self._memory.tensor, self._device)
-                    made, ends[place] = run(kernel, lambda: kernel.operator(*args, **kwargs))  # noqa: B023 # called at once
+                    call = kernel.on(self._device, self._memory.tensor)
+                    made, ends[place] = run(kernel, call)
                     self._memory.keep(kernel.made, made)
-                    del args, kwargs, made
+                    del call, made
                 except (RuntimeError, NotImplementedError, TypeError):  # as no such kernel here
                     self.failed.add(kernel.name)
             self._memory.give_back(place)

@@ -222,11 +222,13 @@ def test_kernels_of_a_device_are_timed_by_its_clock():
     named = replace(HERE, device=replace(SNAIL, name=name_of(device), is_beside_host=True))
     assert own.device_here(named) == device
     found = own.OwnKernels(named, device)
-    x, kernel = torch.randn(1, 8, 32, 32), torch.randn(8, 8, 3, 3)
+    x, kernel = torch.randn(1, 8, 32, 32, requires_grad=True), torch.randn(8, 8, 3, 3)
     for _ in range(2):
         ledger = Ledger(named.device, costs=found)
         with Real(ledger):
-            F.conv2d(x, kernel, padding=1) @ x
+            y = F.conv2d(x, kernel, padding=1) @ x
+            F.scaled_dot_product_attention(y, y, x, is_causal=True).sum().backward()
+        x.grad = None
         found.run()
     assert not found.not_run
     assert 0 < ledger.seconds < 1
