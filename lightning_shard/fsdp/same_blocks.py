@@ -23,12 +23,14 @@ import torch.distributed as dist
 
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.failures.failure_watch import check_ranks, is_of_processes
+from lightning_shard.processes.failures.lone_waits import stuck_at
 from lightning_shard.processes.failures.store_thread import StoreThread
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import backward_pass, default_store
 
 LOOK_S = 0.5  # between two looks at the other ranks
 WAYS = 100_000  # that are remembered
+STUCK_LOOKS = 30  # in which all other ranks wait, and none computes
 LIMIT_S = 1800.0  # for a rank that neither comes nor passes
 
 _OTHER_BLOCKS = (
@@ -191,15 +193,14 @@ class SameBlocks:
         of_blocks = event.startswith(("gathers", "reduces"))
         # sooner than a collective of the others gives up, which would not say what was wrong
         limit_s = LIMIT_S if of_blocks else self._store.timeout.total_seconds() / 2
-        asked = False
+        asked, stuck = False, 0
         while not has_come(self._store, [f"{key}/all"], LOOK_S):
             self._store.set(f"{self._prefix}/asked", "")  # each time: others take it away
             check_ranks([rank for rank in self.ranks if rank != self._rank])
-            if not asked:
-                asked = True
-            elif (other := self._difference(event, self.ranks)) and not self._store.check(
-                [f"{key}/all"]
-            ):
+            other = self._difference(event, self.ranks) if asked else ""
+            asked, stuck = True, stuck + 1 if (waits := self._waits(event)) else 0
+            other = other or (waits if stuck > STUCK_LOOKS else "")
+            if other and not self._store.check([f"{key}/all"]):
                 kind, remedy = _OTHER_BLOCKS if of_blocks else _OTHER_CALLS
                 raise DisagreementError(
                     f"the ranks {kind}: rank {self._rank} {words}, where {other}; {remedy}"
@@ -214,6 +215,19 @@ class SameBlocks:
             for old in self._old:
                 self._store.delete_key(old)
             self._old = [key, f"{key}/all", *([f"{self._prefix}/asked"] if asked else [])]
+
+    def _waits(self, event: str) -> str:
+        """Word where a rank waits that has not come; "" where a rank of the group computes."""
+        others = [rank for rank in range(dist.get_world_size()) if rank != self._rank]
+        if not self._store.check(stuck_at(others)):
+            return ""
+        for rank in self.ranks:
+            at = f"{self._prefix}/at/{rank}"
+            has_come = self._store.check([at]) and json.loads(self._store.get(at))[1] == event
+            if rank != self._rank and not has_come:
+                _, place = json.loads(self._store.get(stuck_at([rank])[0]))
+                return f"rank {rank} waits at {place} for what does not come"
+        return ""
 
     def _difference(self, event: str, ranks: Sequence[int]) -> str:
         """Word the block of another rank at this place; "" if none is known to be another one."""

@@ -9,7 +9,8 @@ The ranks compare after the first backward whether any of them has left out a pa
 one message of a number for each parameter travels in each backward; otherwise none does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from lightning_shard.processes.torch_private.internals import (
     parameter_groups,
 )
 from lightning_shard.processes.torch_private.typed import named_modules
+
+_FOLLOWED = "_unused_parameters"  # attribute of a module
 
 
 class UnusedParameters:
@@ -58,6 +61,22 @@ class UnusedParameters:
         self._filled: set[int] = set()
         self._used: set[int] = set()
         self._backward = -1
+        self._groups, self._has_reduced = found, False
+        root.__dict__[_FOLLOWED] = self
+
+    @contextmanager
+    def one_backward(self) -> Generator[None]:
+        """Let the ranks compare that a backward pass inside has reduced no block on this rank.
+
+        Others may wait for rows that this rank's loss does not need.
+        """
+        self._has_reduced = False
+        yield
+        if self._has_reduced or self._order is None:
+            return
+        if any(group.reduce_grads for group in self._groups):
+            event = "ends a backward pass in which its loss reaches no parameter"
+            self._order.comes_to(event, in_backward=True)
 
     def _filling(self, group: Any, name: str) -> Callable[..., None]:
         plain: Callable[..., None] = group.post_backward
@@ -73,6 +92,7 @@ class UnusedParameters:
             if self._order is not None and group.reduce_grads:
                 trained = [_has_gradient(p) for p in group.fsdp_params if _is_trained(p)]
                 if any(trained):
+                    self._has_reduced = True
                     some = "" if all(trained) else f" (only {trained.count(True)} parameters)"
                     self._order.comes_to(f"reduces the gradients of {name}{some}")
             plain(*args)
@@ -108,6 +128,11 @@ class UnusedParameters:
         numbers = numbers.to(self._parameters[0].sharded_param.device)
         dist.all_reduce(numbers, group=self._group)
         return numbers.tolist()
+
+
+def unused_parameters_of(module: nn.Module) -> UnusedParameters | None:
+    """Return what follows the backward passes of `module`; None where nothing is sharded."""
+    return module.__dict__.get(_FOLLOWED)
 
 
 def _is_trained(p: Any) -> bool:

@@ -24,6 +24,7 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.processes.agreement import Check, agree, next_name, only_wait
 from lightning_shard.processes.device import default_backend, device_of, sees_own_device_only
+from lightning_shard.processes.failures.lone_waits import watch_lone_waits
 from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sizes_of, sub_mesh
 from lightning_shard.processes.process_info import process_info
 from lightning_shard.processes.start import join
@@ -179,6 +180,7 @@ class ProcessMesh:
             data = self._data_size(dist.get_world_size())
             shared_by = per_node if self.shard_size == "node" else self.shard_size
             self.mesh = make_mesh(device.type, data, self.domain_sizes, shard_size=shared_by)
+        watch_lone_waits(ends=False)
         share_mesh(self.mesh)
         return self.mesh
 

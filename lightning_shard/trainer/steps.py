@@ -1,7 +1,7 @@
 """Works around the steps of Lightning's loops: the mean of gradients, and FSDP2's shards."""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import PlainGradients, plain_gradients_of
 from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.fsdp.unused_parameters import UnusedParameters, unused_parameters_of
 from lightning_shard.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_shard.ops.elementwise.whole_gradients import whole_gradients
 from lightning_shard.processes.mesh import domain_mesh
@@ -47,6 +48,7 @@ class Steps:
     def __init__(self) -> None:
         """Begin without a module."""
         self.plain: PlainGradients | None = None
+        self._shards: UnusedParameters | None = None
         self._whole_until_backward = False
         self._manual: ManualBackward | None = None
         self._mesh: DeviceMesh | None = None
@@ -59,7 +61,7 @@ class Steps:
             options: Its options; in mode "gradients" blocks keep whole parameters until backward.
             mesh: The mesh of all processes.
         """
-        self.plain = plain_gradients_of(module)
+        self.plain, self._shards = plain_gradients_of(module), unused_parameters_of(module)
         self._whole_until_backward = options.mode == "gradients"
         self._mesh = mesh if options.mode == "none" and mesh.size() > 1 else None
         self._manual = None
@@ -104,13 +106,11 @@ class Steps:
     @contextmanager
     def backward_of(self, loss: Tensor) -> Generator[Tensor]:
         """Yield the tensor from which the backward pass of `loss` must start."""
-        average = nullcontext() if self.plain is None else self.plain.one_backward()
-        with average:
-            if self._manual is None:
-                yield loss
-            else:
-                with self._manual.of(loss) as start:
-                    yield start
+        with ExitStack() as around:
+            for each in (self.plain, self._shards):  # shards are compared first
+                if each is not None:
+                    around.enter_context(each.one_backward())
+            yield loss if self._manual is None else around.enter_context(self._manual.of(loss))
 
     def take_assigned(self) -> None:
         """Give shards the gradients that a step of manual optimization has assigned itself."""

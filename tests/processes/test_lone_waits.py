@@ -1,16 +1,22 @@
 """Ranks of a script that wait for each other at different places end with a sentence."""
 
 import threading
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError, launch
+from lightning_shard.fsdp import same_blocks
+from lightning_shard.fsdp.plain_gradients import plain_gradients_of
+from lightning_shard.fsdp.unused_parameters import unused_parameters_of
 from lightning_shard.processes.failures import lone_waits
+from tests import training
+from tests.trainer.featured import Featured, loader
 
 
 def draw_alone(sharding, extent):
@@ -58,6 +64,51 @@ def words_of_the_end(function, capfd):
     with pytest.raises(ProcessExitedException):
         launch(function, processes=2, timeout_s=60)
     return capfd.readouterr().err
+
+
+def detach_a_loss_on_one_rank(sharding):
+    same_blocks.LOOK_S, lone_waits.LOOK_S, lone_waits.STUCK_S = 0.1, 0.2, 1.0
+    mesh = lightning_shard.init_mesh({"domain": -1})
+    network = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1))
+    options = lightning_shard.ShardingOptions(sharding)
+    lightning_shard.parallelize(network, mesh, options=options)
+    x = lightning_shard.shard(torch.randn(1, 1, 8, 4), mesh, dims=2)
+    backwards = plain_gradients_of(network) or unused_parameters_of(network)
+    for step in range(3):
+        loss = network(x).square().mean()
+        if step == 1 and dist.get_rank() == 0:
+            loss = loss.detach().requires_grad_()
+        with backwards.one_backward():  # as in the Trainer
+            loss.backward()
+
+
+@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_loss_that_is_detached_on_one_rank(sharding):
+    does = {
+        "none": "waits for the others' gradients: its loss reaches no parameter",
+        "full": "ends a backward pass in which its loss reaches no parameter",
+    }
+    line = detach_a_loss_on_one_rank.__code__.co_firstlineno + 13
+    waits = f"rank 1 waits at {__file__}:{line} for what does not come; let all ranks"
+    with pytest.raises(ProcessRaisedException, match=f"rank 0 {does[sharding]}, where {waits}"):
+        launch(detach_a_loss_on_one_rank, sharding, processes=2, timeout_s=60)
+
+
+class Detaches(Featured):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss.detach().requires_grad_() if batch_idx and not self.global_rank else loss
+
+
+def fit_with_a_loss_detached():
+    same_blocks.LOOK_S, lone_waits.LOOK_S, lone_waits.STUCK_S = 0.1, 0.2, 1.0
+    warnings.simplefilter("ignore")  # a launched rank begins with pytest's filters
+    training.trainer((2,), strategy={"sharding": "full"}).fit(Detaches(), loader(2, 8))
+
+
+def test_a_loss_that_is_detached_on_one_rank_of_a_trainer():
+    with pytest.raises(ProcessRaisedException, match=r"reaches no parameter, where rank 1 waits"):
+        launch(fit_with_a_loss_detached, processes=2, timeout_s=60)
 
 
 def refuse_a_thread_on_one_rank():

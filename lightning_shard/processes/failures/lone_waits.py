@@ -39,15 +39,19 @@ _open: list["LoneWaits"] = []  # one, for the newest process group
 PROCESS_STATE = {"_open": _open}
 
 
-def watch_lone_waits() -> None:
-    """Begin to look, once for a process group; each of its ranks makes a mesh."""
+def watch_lone_waits(*, ends: bool = True) -> None:
+    """Begin to look, once for a process group; each of its ranks makes a mesh.
+
+    Args:
+        ends: False leaves it to others to end ranks that wait in vain, as in a Trainer.
+    """
     if dist.get_world_size() == 1 or not is_of_processes():
         return
     if _open and _open[0].group_store is default_store():
         return
     for old in _open:
         old.close()
-    _open[:] = [LoneWaits()]
+    _open[:] = [LoneWaits(ends=ends)]
 
 
 def stuck_at(ranks: Sequence[int]) -> list[str]:
@@ -62,8 +66,9 @@ class LoneWaits:
         group_store: The store of the process group.
     """
 
-    def __init__(self) -> None:
-        """Begin a thread that talks to the store."""
+    def __init__(self, *, ends: bool) -> None:
+        """Begin a thread that talks to the store, and ends this process if it `ends` any."""
+        self._ends = ends
         self.group_store = default_store()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._store, self._looked_at = store_of_attempt().clone(), threading.get_ident()
@@ -86,7 +91,7 @@ class LoneWaits:
         now = time.monotonic()
         self._since = {key: self._since.get(key, now) for key in waits}
         longest = now - min(self._since.values(), default=now)
-        if longest > REFUSED_S and self._store.check([REFUSED]):
+        if self._ends and longest > REFUSED_S and self._store.check([REFUSED]):
             _end(self._rank, self._store.get(REFUSED).decode())
         long = [key for key, since in self._since.items() if now - since > STUCK_S]
         stuck = [waits[key] for key in long if key[0] == self._looked_at]
@@ -95,7 +100,8 @@ class LoneWaits:
                 place = json.dumps(_place(stuck[0]))
                 self._store.set(self._told_at, place)
                 self._told = True
-            self._compare()
+            if self._ends:
+                self._compare()
         elif self._told:
             self._store.delete_key(self._told_at)
             self._told = False
