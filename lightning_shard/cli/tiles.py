@@ -75,7 +75,7 @@ def check_output(config: Any) -> None:
     if config.return_predictions is None:
         config.return_predictions = False
     if config.output is not None:
-        with as_usage_error(ValueError, FileExistsError, ModuleNotFoundError):
+        with as_usage_error(ValueError, FileExistsError, NotADirectoryError, ModuleNotFoundError):
             FieldSink(config.output)
 
 

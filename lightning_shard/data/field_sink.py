@@ -51,6 +51,7 @@ class FieldSink:
     Raises:
         FileExistsError: The file is there, and `overwrite` is false.
         ModuleNotFoundError: The package of the format is not installed.
+        NotADirectoryError: A folder of the path is a file.
         ValueError: The end of the name is not known.
     """
 
@@ -65,6 +66,10 @@ class FieldSink:
         self.end = end_of(self.path)
         for package, extra in _NEEDS.get(self.end, ()):
             optional(package, f"the file {self.path}", extra)
+        if above := next((each for each in self.path.parents if each.is_file()), None):
+            raise NotADirectoryError(
+                f"{self.path} cannot be written, because {above} is a file; choose another path."
+            )
         if not overwrite and (there := self._there()):
             raise FileExistsError(
                 f"{there[0]} is there already; choose another path, or remove it "

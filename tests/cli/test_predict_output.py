@@ -60,12 +60,20 @@ def test_what_was_asked_for_is_not_left_out(here, capsys):
     assert "predict_step returned 'name' of type str" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tiles", [(), ("--tiles", "3")], ids=["whole", "tiles"])
+def test_no_batch_is_told(tiles, here):
+    with pytest.warns(UserWarning, match="There was no batch to predict, so no predictions are"):
+        predict(here, "--trainer.limit_predict_batches", "0", "--output", "out.zarr", *tiles)
+    assert not (here / "out.zarr").exists()
+
+
 @pytest.mark.parametrize(
     ("output", "sentence"),
     [
         ("out.npz", "the format of out.npz is not known; end its name in .zarr"),
         ("given.yaml", "the format of given.yaml is not known"),
         ("there.h5", "there.h5 is there already; choose another path, or remove it"),
+        ("given.yaml/new/out.zarr", "out.zarr cannot be written, because given.yaml is a file"),
         ("new.tif", r"pip install 'lightning-shard[tiff]' installs it"),
     ],
 )

@@ -88,6 +88,7 @@ class PredictionWriter(BasePredictionWriter):
 
         Raises:
             FileExistsError: There are predictions, and `overwrite` is false.
+            NotADirectoryError: A folder of the path is a file.
         """
         path = self.path or trainer.strategy.broadcast(_beside_logs(trainer))
         self._sink = FieldSink(path, self.overwrite, self._affine_of(trainer))
@@ -205,6 +206,13 @@ class PredictionWriter(BasePredictionWriter):
             made = self._sink.close()
             rank_zero_info(_words(self._sink, made))
         trainer.strategy.barrier("PredictionWriter.renamed")
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Say that nothing was written, if there was no batch."""
+        if stage == "predict" and self._sink is None:
+            rank_zero_warn("There was no batch to predict, so no predictions are written.")
+        self._sink = None
 
     @override
     def on_exception(
