@@ -17,7 +17,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from lightning_shard.processes.torch_private.internals import DispatchMode, tree_map_only
+from lightning_shard.processes.torch_private.internals import (
+    DispatchMode,
+    schema_of,
+    tree_map_only,
+)
 from lightning_shard.tensor.compiled import CompiledBlock
 from lightning_shard.tensor.kind import COMPILED
 from lightning_shard.tensor.mixins import mix_in
@@ -46,7 +50,9 @@ class _Only(DispatchMode):
     """Shows one of torch's modes some operators alone.
 
     Torch's count all operators, and raise where the repetition runs others: FSDP2's hooks do not
-    gather again what is there, and rules have constants that they compute once.
+    gather again what is there, and rules have constants that they compute once. Operators that
+    write into memory that is given to them run again, since a result that was kept would leave it
+    empty: spectral transforms compute so.
     """
 
     def __init__(self, mode: Any, names: Sequence[str], *, copies: bool = False) -> None:
@@ -54,7 +60,8 @@ class _Only(DispatchMode):
         self.mode, self.names, self.copies = mode, names, copies
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).removeprefix("aten.").split(".")[0] not in self.names:
+        is_named = str(func).removeprefix("aten.").split(".")[0] in self.names
+        if not is_named or schema_of(func).is_mutable:
             return func(*args, **(kwargs or {}))
         result = self.mode.__torch_dispatch__(func, types, args, kwargs)
         if not self.copies:

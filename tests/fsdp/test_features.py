@@ -260,6 +260,29 @@ def test_what_is_computed_again(keeps, convolutions, norms):
     assert seen.calls["aten.native_group_norm.default"] == norms
 
 
+class IntoMemory(torch.nn.Module):
+    """A product that is written into memory of its own, and one that is returned."""
+
+    def forward(self, x):
+        written = torch.empty_like(x)
+        with torch.no_grad():
+            torch.mm(x, x, out=written)
+        return torch.mm(x, x) * written
+
+
+def test_a_kept_operator_that_writes_into_given_memory_is_computed_again():
+    """Its result is that memory, so of what is kept nothing would be written there."""
+    x = torch.randn(4, 4, dtype=torch.float64)
+    plain, kept = x.clone().requires_grad_(), x.clone().requires_grad_()
+    IntoMemory()(plain).sum().backward()
+    block = IntoMemory()
+    recompute.recompute([block], ["mm"])
+    with Operators() as seen:
+        block(kept).sum().backward()
+    assert seen.calls["aten.mm.out"] == 2
+    torch.testing.assert_close(kept.grad, plain.grad)
+
+
 def train_compiled(domain, **more):
     """Training is that of one process, and all blocks share what was compiled."""
     torch._dynamo.reset()
