@@ -1,5 +1,6 @@
 """What the benchmarks share: ranks of their own, and the time, bytes and memory of a step."""
 
+import csv
 import ctypes
 import gc
 import os
@@ -161,3 +162,17 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print `rows` as a Markdown table."""
     for row in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table of results."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, str]]) -> None:
+    """Write a table of results, in the place of what was there."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -11,7 +11,6 @@ process.
 
 import argparse
 import contextlib
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +46,20 @@ def _video() -> tuple[Any, Tensor]:
 CODERS = {"image": (_image, 2), "video": (_video, 3)}
 
 
-def decoded(name: str, way: str, dtype: torch.dtype, path: Path) -> Cost:
-    """What the way costs; rank 0 saves what it gives. Every rank calls it."""
+def decoded(way: str, name: str, dtype: torch.dtype) -> tuple[Cost, np.ndarray]:
+    """What the way costs and gives; every rank calls it."""
     make, dim = CODERS[name]
     coder, latents = make()
     coder, latents = coder.eval().to(dtype), latents.to(dtype)
     if way == "tiles":
         coder.enable_tiling()
     mesh = init_mesh({"domain": dist.get_world_size()})
-    split = split_inputs(coder, mesh, dim, methods=["decode"]) if way == "split" else None
+    is_split = way.endswith("ranks")
+    split = split_inputs(coder, mesh, dim, methods=["decode"]) if is_split else None
     small = latents[..., :16, :]
     with torch.inference_mode(), split or contextlib.nullcontext():
         cost = measured(lambda: coder.decode(latents), lambda: coder.decode(small))
-        image = coder.decode(latents).sample
-    if dist.get_rank() == 0:
-        np.save(path, image.numpy())
-    return cost
+        return cost, coder.decode(latents).sample.numpy()
 
 
 def main() -> None:
@@ -77,12 +74,9 @@ def main() -> None:
     describe()
     print(f"diffusers {diffusers.__version__}, {options.coder}, {dtype}")
     ways = {"whole": 1, "tiles": 1, **{f"{n} ranks": n for n in options.ranks}}
-    found: dict[str, tuple[Cost, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, ranks in ways.items():
-            path, way = Path(folder, "image.npy"), name if name in ("whole", "tiles") else "split"
-            cost = start(ranks, decoded, options.coder, way, dtype, path)
-            found[name] = cost, np.load(path)
+    found: dict[str, tuple[Cost, Any]] = {
+        way: start(ranks, decoded, way, options.coder, dtype) for way, ranks in ways.items()
+    }
     whole, expected = found["whole"]
     rows = [
         [way, f"{cost.peak / MIB:.0f}", f"{cost.peak / whole.peak:.2f}", f"{cost.wall:.2f}",

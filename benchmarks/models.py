@@ -19,7 +19,6 @@ writes the lists of docs/models.md from that file.
 
 import argparse
 import contextlib
-import csv
 import faulthandler
 import math
 import re
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lightning_shard
-from benchmarks.common import describe, start, table
+from benchmarks.common import describe, read_rows, start, table, write_rows
 from benchmarks.model_zoo import LIBRARIES, Case, cases
 from benchmarks.model_zoo.comparison import differences, rounding
 from lightning_shard import Tiles
@@ -108,8 +107,7 @@ def main() -> None:
 
 def recorded() -> list[dict[str, str]]:
     """Return the rows of benchmarks/models.csv, one for each model."""
-    with RESULTS.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_rows(RESULTS)
 
 
 def record(library: str, version: str, found: dict[str, dict[str, Row]]) -> None:
@@ -121,10 +119,8 @@ def record(library: str, version: str, found: dict[str, dict[str, Row]]) -> None
         for mesh, (_, dims, *result) in by_mesh.items():
             row["split dims"] = max(row.get("split dims", ""), dims, key=len)
             row[mesh] = result[0] + (" " if result[0].startswith("exact") else ": ") + result[1]
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[key] for key in sorted(rows, key=lambda key: (key[0].lower(), key)))
+    in_order = sorted(rows, key=lambda key: (key[0].lower(), key))
+    write_rows(RESULTS, COLUMNS, [rows[key] for key in in_order])
 
 
 def with_lists(page: str, rows: Sequence[dict[str, str]]) -> str:

@@ -19,7 +19,6 @@ and left out: `pip install -r benchmarks/program_zoo/requirements.txt` brings al
 """
 
 import argparse
-import csv
 import importlib
 import math
 import re
@@ -27,6 +26,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 
 import lightning_shard
-from benchmarks.common import QUIET, map_blocks_from, memory, reset_peak
+from benchmarks.common import QUIET, map_blocks_from, memory, read_rows, reset_peak, write_rows
+from benchmarks.model_zoo.comparison import relative_errors
 from benchmarks.program_zoo import Parts, Program, programs
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.data.tree import map_leaves
@@ -42,19 +43,9 @@ from lightning_shard.lightning import package as taken_package
 
 RESULTS = Path(__file__).with_suffix(".csv")
 PAGE = Path(__file__).parents[1] / "docs/gallery.md"
-COLUMNS: tuple[str, ...] = (
-    "package",
-    "version",
-    "program",
-    "split",
-    "changed",
-    "1x2",
-    "2x1",
-    "2x2",
-)
-MESHES = COLUMNS[-3:]
+MESHES = ("1x2", "2x1", "2x2")
+COLUMNS: tuple[str, ...] = ("package", "version", "program", "split", "changed", *MESHES)
 BOUNDS = {False: (1e-6, 1e-6, 1e-6), True: (1e-5, 1e-4, 1e-3)}  # by float32
-FLOOR = 1e-3  # of the largest weight: differences of smaller ones are relative to this
 WAIT_S = 150.0
 
 
@@ -316,16 +307,10 @@ def _of_weights(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float,
     """Return the largest difference, and the name of its tensor."""
     if expected.keys() != found.keys():
         return math.inf, "other names"
-    largest = max((float(v.abs().max()) for v in expected.values() if v.numel()), default=1.0)
-    worst, name = 0.0, ""
-    for key, value in expected.items():
-        if not value.numel():
-            continue
-        scale = max(float(value.abs().max()), FLOOR * largest)
-        difference = float((value - found[key].to(value)).abs().max()) / (scale or 1.0)
-        if not difference <= worst:  # NaN counts
-            worst, name = difference, key
-    return worst, name
+    named = [(key, found[key].to(value), value) for key, value in expected.items()]
+    errors = relative_errors([each for each in named if each[-1].numel()])
+    worst = max(errors, key=lambda name: errors[name], default="")
+    return errors.get(worst, 0.0), worst
 
 
 def _of_predictions(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
@@ -361,10 +346,7 @@ def _sentence(error: BaseException) -> str:
 
 def recorded() -> list[dict[str, str]]:
     """Return the rows of benchmarks/programs.csv, one for each program."""
-    if not RESULTS.exists():
-        return []
-    with RESULTS.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_rows(RESULTS)
 
 
 def record(program: Program, row: dict[str, str]) -> None:
@@ -373,10 +355,7 @@ def record(program: Program, row: dict[str, str]) -> None:
     mine = rows.setdefault(program.name, {})
     mine |= {"package": program.package, "version": program.version, "program": program.name}
     mine |= {"changed": program.changed, **row}
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[key] for key in sorted(rows, key=lambda k: (rows[k]["package"], k)))
+    write_rows(RESULTS, COLUMNS, sorted(rows.values(), key=itemgetter("package", "program")))
 
 
 def with_table(page: str, rows: Sequence[dict[str, str]]) -> str:

@@ -12,7 +12,6 @@ volumes, applied to the test volumes.
 
 import argparse
 import contextlib
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,10 @@ def network(checkpoint: Path | None) -> VolumeSegmentation:
     return module.eval()
 
 
-def inferred(way: str, checkpoint: Path | None, extents: tuple[int, int, int], path: Path) -> Cost:
-    """What the way costs; rank 0 saves the logits that it gives. Every rank calls it."""
+def inferred(
+    way: str, checkpoint: Path | None, extents: tuple[int, int, int]
+) -> tuple[Cost, Tensor]:
+    """What the way costs, and the logits that it gives; every rank calls it."""
     module = network(checkpoint)
     image = Phantoms(extents).image(SAMPLE, WHOLE)[None, None]
     small = image[..., :16, :16, :16]
@@ -59,10 +60,7 @@ def inferred(way: str, checkpoint: Path | None, extents: tuple[int, int, int], p
 
     with torch.inference_mode(), split:
         cost = measured(lambda: module(image), lambda: module(small))
-        logits = module(image)
-    if dist.get_rank() == 0:
-        np.save(path, logits[0].numpy())
-    return cost
+        return cost, module(image)[0].clone()
 
 
 def dice_of(predicted: Tensor, label: Tensor) -> Tensor:
@@ -127,12 +125,9 @@ def main() -> None:
     extents = tuple(options.extents)
     print(f"MONAI {monai.__version__}, {extents} voxels")
     ways = {"whole": 1, **{f"{n} ranks": n for n in options.ranks}}
-    found: dict[str, tuple[Cost, Tensor]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "logits.npy")
-        for way, ranks in ways.items():
-            cost = start(ranks, inferred, way, options.checkpoint, extents, path)
-            found[way] = cost, torch.from_numpy(np.load(path))
+    found: dict[str, tuple[Cost, Tensor]] = {
+        way: start(ranks, inferred, way, options.checkpoint, extents) for way, ranks in ways.items()
+    }
     label = Phantoms(extents).label(SAMPLE, WHOLE)
     whole, expected = found["whole"]
     rows = [
