@@ -1,23 +1,26 @@
 """What the benchmarks share: ranks of their own, and the time, bytes and memory of a step."""
 
+import contextlib
 import csv
 import ctypes
 import gc
 import os
+import pickle
 import platform
+import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
-from lightning_shard import launch
-from lightning_shard.processes.cpu_settings import SWITCH
+from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
 from lightning_shard.trainer.profile.traffic import counted
 
 REPEATS = 3
@@ -46,24 +49,44 @@ class Cost:
 
 
 def start(ranks: int, function: Callable[..., Any], *args: Any, policy: bool = True) -> Any:
-    """Call `function(*args)` on each of `ranks` processes of a gloo group, one thread each.
+    """Call `function(*args)` on each of `ranks` new interpreters of a gloo group, one thread each.
+
+    `launch` forks: pages of libraries, which a fork touches anew, would count as memory of a step.
 
     Args:
         ranks: The number of processes.
-        function: What each calls, with the same random numbers.
+        function: A function of a module, so that it pickles.
         args: Its arguments.
         policy: Whether they have the settings that the strategy makes on CPUs.
 
     Returns:
         What rank 0 returned.
     """
-    with mock.patch.dict(os.environ, {} if policy else {SWITCH: "0"}):
-        return launch(_seeded, function, *args, processes=ranks)[0]
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer")  # a pipe that nobody reads yet holds 64 KiB only
+        given = (ranks, port, answer, policy, function, args)
+        start_processes(_serve, given, nprocs=ranks, start_method="spawn")
+        return pickle.loads(answer.read_bytes())
 
 
-def _seeded(function: Callable[..., Any], *args: Any) -> Any:
+def _serve(
+    rank: int, ranks: int, port: int, answer: Path, policy: bool, function: Any, args: Any
+) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    if policy:
+        let_threads_run_on()  # as the strategy does on CPUs
+        keep_freed_memory()
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
-    return function(*args)
+    result = function(*args)
+    if rank == 0:
+        answer.write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
 
 
 def most(*values: float) -> list[float]:

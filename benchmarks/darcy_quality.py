@@ -6,6 +6,7 @@ benchmarks.darcy_quality` prints the table and draws docs/images/darcy_quality.p
 """
 
 import argparse
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,6 +80,8 @@ class SeededTFNO(TFNODarcy):
 
 def ours(ranks: int, epochs: int, samples: int) -> list[float]:
     """The curve of a run on `ranks` domain ranks; called on each of them."""
+    local = {"LOCAL_RANK": os.environ["RANK"], "TORCHELASTIC_RUN_ID": "benchmark"}
+    os.environ |= local | {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     seed_everything(0, verbose=False)
     curve = Curve()
     trainer = Trainer(

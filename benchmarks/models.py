@@ -24,17 +24,16 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lightning_shard
-from benchmarks.common import describe, read_rows, start, table, write_rows
+from benchmarks.common import describe, read_rows, table, write_rows
 from benchmarks.model_zoo import LIBRARIES, Case, cases
 from benchmarks.model_zoo.comparison import differences, rounding
 from lightning_shard import Tiles
@@ -94,10 +93,13 @@ def main() -> None:
         found: dict[str, dict[str, Row]] = {}
         for shape in options.mesh:
             sizes = tuple(map(int, shape.split("x")))
-            ranks = simulated if options.simulated else start
+            ranks = lightning_shard.simulate if options.simulated else lightning_shard.launch
             given = library, options.model, sizes
             own = options.tiles
-            rows = compared(*given, Tiles(sizes)) if own else ranks(math.prod(sizes), run, *given)
+            if own:
+                rows = compared(*given, Tiles(sizes))
+            else:
+                rows, *_ = ranks(run, *given, processes=math.prod(sizes))
             for row in rows:
                 found.setdefault(row[0], {})[f"{shape} tiles" if own else shape] = row
         print_found(found)
@@ -146,12 +148,6 @@ def with_lists(page: str, rows: Sequence[dict[str, str]]) -> str:
     head, _, rest = page.partition("<!-- lists -->\n")
     _, end, tail = rest.partition("<!-- end of the lists -->\n")
     return f"{head}<!-- lists -->\n\n" + "\n".join(lines) + f"\n{end}{tail}"
-
-
-def simulated(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """What `function(*args)` returns on simulated rank 0; `start` is the same with processes."""
-    with contextlib.redirect_stdout(None):  # which ranks that take turns cannot do for themselves
-        return lightning_shard.simulate(function, *args, processes=ranks)[0]
 
 
 def _in_words(meshes: Sequence[str]) -> str:

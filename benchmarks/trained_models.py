@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from benchmarks.common import QUIET, describe, start, table
+from benchmarks.common import QUIET, describe, table
 from benchmarks.model_zoo import Case, cases
 from benchmarks.model_zoo.comparison import made, relative_errors, tensors_of
 from lightning_shard.checkpoint.state import full_module_state
@@ -192,7 +192,8 @@ def print_steps(libraries: Sequence[str], meshes: Sequence[str]) -> None:
     found = []
     for replicas, domain in (MESHES[title] for title in meshes):
         ranks = replicas * math.prod(domain)
-        found.append(start(ranks, each, libraries, compared, replicas, domain))
+        given = libraries, compared, replicas, domain
+        found.append(lightning_shard.launch(each, *given, processes=ranks)[0])
     rows = []
     for library in libraries:
         errors = [of_mesh[library] for of_mesh in found]
