@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_shard.domain.align import broadcasting, common_layout, local_part, one_factor
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.fetch import Span, fetch, needs_of
-from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.ops.view.reshape import unsqueeze
@@ -88,10 +88,17 @@ def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:
 def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) -> Any:
     """Join tensors along a new dim, which is whole; nothing travels."""
     d = dim % (tensors[0].ndim + 1)
-    raised = [
-        unsqueeze(func, t, d) if isinstance(t, Subdomain) else t.unsqueeze(d) for t in tensors
-    ]
-    return cat(torch.cat, raised, d)
+    first = next((t for t in tensors if isinstance(t, Subdomain)), None)
+    if first is None:
+        return torch.stack([t for t in tensors if isinstance(t, Tensor)], d)
+    sizes = [tuple(t.shape) for t in tensors]
+    if len({*sizes}) > 1:  # torch's words; parts of one rank may be of one size by chance
+        raise RuntimeError(f"stack expects each tensor to be equal size, but got {sizes}")
+    layout = common_layout(tensors)
+    # torch's own: it lies as in one process, with real and imaginary parts side by side
+    joined = torch.stack([local_part(t, layout) for t in tensors], d)
+    dims = (*layout.dims[:d], (Factor(len(tensors)),), *layout.dims[d:])
+    return first.like(joined, Layout(dims, layout.grid))
 
 
 @dataclass(frozen=True)

@@ -143,12 +143,13 @@ def test_autocast_is_as_accurate_as_one_process(dtype, method):
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("precision", ["half", "mixed"])
-def test_half_precision_of_the_layer(precision):
+def test_half_precision_of_the_layer(precision, samples):
     """neuraloperator's runs on CUDA at powers of two only; ours transforms in float32."""
     torch.manual_seed(3)
     layer = SpectralConv(2, 3, n_modes=(6, 6), fno_block_precision=precision)
-    x = torch.randn(2, 2, 21, 10)
+    x = torch.randn(samples, 2, 21, 10)
     full = copy.deepcopy(layer)
     full.fno_block_precision = "full"
     wanted = full(x).detach()
