@@ -80,6 +80,7 @@ class _Kernel:
         args: Its arguments.
         kwargs: Its arguments by name.
         made: The tensors of its result; None for what is none.
+        by_rates: Its cost at the rates of the device.
     """
 
     key: _Key
@@ -87,6 +88,7 @@ class _Kernel:
     args: Any
     kwargs: Any
     made: list[Part | None]
+    by_rates: KernelCost
 
     @property
     def name(self) -> str:
@@ -156,18 +158,21 @@ class OwnKernels:
         args, kwargs = tree_map_only(Tensor, part, (call.args, call.kwargs))
         key = (call.operator.name(), repr((args, kwargs)))
         made = [part(x) if isinstance(x, Tensor) else None for x in tree_leaves(call.out)]
-        self._step.append(_Kernel(key, call.operator, args, kwargs, made))
-        known = self._costs.get(key)
-        return ByRates(self.cluster.device).cost(call, memory_of) if known is None else known
+        by_rates = ByRates(self.cluster.device).cost(call, memory_of)
+        self._step.append(_Kernel(key, call.operator, args, kwargs, made, by_rates))
+        return self._costs.get(key, by_rates)
 
     def run(self) -> bool:
         """Run the kernels of the step, unless all are known; return whether they were run."""
         step, self._step = self._step, []
-        if all(kernel.key in self._costs or kernel.name in self.not_run for kernel in step):
+        if all(kernel.key in self._costs for kernel in step):
             return False
         passes = _Passes(step, self.device)
         self._costs |= passes.costs()
-        self.not_run |= passes.failed
+        for kernel in step:
+            if kernel.key in passes.failed:
+                self.not_run.add(kernel.name)
+                self._costs[kernel.key] = kernel.by_rates
         return True
 
 
@@ -175,12 +180,12 @@ class _Passes:
     """Runs the kernels of a step several times.
 
     Attributes:
-        failed: The names of operators that could not be run.
+        failed: The kernels that could not be run.
     """
 
     def __init__(self, step: list[_Kernel], device: torch.device) -> None:
         self._step, self._device = step, device
-        self.failed = {each.name for each in step if each.operator.namespace in _NO_KERNELS}
+        self.failed = {each.key for each in step if each.operator.namespace in _NO_KERNELS}
         self._workspaces: dict[_Key, int] = {}
         self._asking = self._seconds_of_asking() if device.type == "cpu" else 0.0
         self._memory = StepMemory([kernel.parts for kernel in step], device)
@@ -206,14 +211,14 @@ class _Passes:
         """Run all kernels in order; return the seconds of each, by its place."""
         ends: dict[int, Callable[[], float]] = {}
         for place, kernel in enumerate(self._step):
-            if kernel.name not in self.failed:
+            if kernel.key not in self.failed:
                 try:
                     call = kernel.on(self._device, self._memory.tensor)
                     made, ends[place] = run(kernel, call)
                     self._memory.keep(kernel.made, made)
                     del call, made
                 except (RuntimeError, NotImplementedError, TypeError):  # as no such kernel here
-                    self.failed.add(kernel.name)
+                    self.failed.add(kernel.key)
             self._memory.give_back(place)
         wait_for(self._device)
         return {place: seconds() for place, seconds in ends.items()}

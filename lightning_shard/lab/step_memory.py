@@ -38,6 +38,13 @@ class Part:
     def __repr__(self) -> str:
         return f"{self.dtype} {self.shape} {self.stride}"
 
+    def looks_like(self, other: "Part") -> bool:
+        """Return whether another part of the same memory is the same tensor."""
+        return (
+            self.shape == other.shape and self.stride == other.stride
+            and self.offset == other.offset and self.dtype is other.dtype
+        )  # fmt: skip
+
     @property
     def bytes(self) -> int:
         """The bytes that its memory must have."""
@@ -74,7 +81,8 @@ class StepMemory:
             device: The device of the tensors.
         """
         self._device = device
-        self._of: dict[int, Tensor] = {}  # the tensor that was made first in some memory
+        # the part and the tensor that were made in some memory
+        self._of: dict[int, tuple[Part, Tensor]] = {}
         self._held = 0
         self._used = [{id(part.memory) for each in both for part in each} for both in operators]
         found, made, last = set[int](), set[int](), dict[int, int]()
@@ -95,14 +103,12 @@ class StepMemory:
         """
         if part.whole is not None:
             return part.whole.to(self._device, copy=True)
-        known = self._of.get(id(part.memory))
-        if known is not None:
-            if (
-                known.dtype is part.dtype and known.shape == part.shape
-                and known.stride() == part.stride and known.storage_offset() == part.offset
-            ):  # fmt: skip
-                return known
-            if (storage := known.untyped_storage()).nbytes() >= part.bytes:
+        if (known := self._of.get(id(part.memory))) is not None:
+            as_made, x = known
+            # an operator may make another type of number here than where the step was traced
+            if as_made.looks_like(part):
+                return x
+            if (storage := x.untyped_storage()).nbytes() >= part.bytes:
                 other = torch.empty(0, dtype=part.dtype, device=self._device)
                 return other.set_(storage, part.offset, part.shape, part.stride)
         new = self._new(part).as_strided(part.shape, part.stride, part.offset)
@@ -119,12 +125,12 @@ class StepMemory:
 
     def _hold(self, part: Part, x: Tensor) -> None:
         self._drop(id(part.memory))
-        self._of[id(part.memory)] = x
+        self._of[id(part.memory)] = part, x
         self._held += x.untyped_storage().nbytes()
 
     def _drop(self, key: int) -> None:
-        if (x := self._of.pop(key, None)) is not None:
-            self._held -= x.untyped_storage().nbytes()
+        if (known := self._of.pop(key, None)) is not None:
+            self._held -= known[1].untyped_storage().nbytes()
 
     def keep(self, parts: Sequence[Part | None], made: Any) -> None:
         """Keep the tensors that an operator made; a traced one may make more than it was asked."""

@@ -179,6 +179,24 @@ class Lazy(nn.Module):
         return self.linear(lazy(x))
 
 
+def test_half_precision_runs_though_traced_norms_have_other_types():
+    network, data = unet()
+    found = lightning_shard.plan(
+        Task(network), data, cluster=HERE, precision="bf16-mixed", measure=True
+    )
+    assert found.by_rates == ()
+
+
+def test_only_what_is_too_large_takes_the_rates(monkeypatch):
+    monkeypatch.setattr("lightning_shard.lab.step_memory.free_here", lambda: (2**12, "here"))
+    small, large = torch.randn(16), torch.randn(2**10)
+    found, _ = run_here(lambda: [small + 1, large + 1])
+    assert found.not_run == {"add"}
+    with Real(Ledger(SNAIL, costs=found)):
+        small + 1
+    assert found._costs[found._step[0].key].seconds < 1
+
+
 def test_what_cannot_run_takes_the_rates_and_is_named():
     data = DataLoader([torch.ones(2, 4)], batch_size=None)
     found = lightning_shard.plan(Task(Lazy()), data, cluster=HERE, measure=True)
