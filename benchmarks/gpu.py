@@ -6,7 +6,7 @@
 Each part runs in processes of its own, within a limit of its own, and what tells most comes first:
 exactness of split fields beside float64 on the CPU, on ranks that share the GPU over gloo; the
 spectral convolution beside neuraloperator's, by each method; kernels and host time of a step; the
-strategy on one device beside plain Lightning; compiled blocks and CUDA graphs; activations on the
+strategy on one device beside plain Lightning; CUDA graphs; activations on the
 host; budgets; whole and sharded parameters; the device's own collectives; tiles; the tests marked
 gpu. Writes gpu.json and gpu.md after each part. A machine without a GPU says so and runs the same
 parts on the CPU, on small fields.

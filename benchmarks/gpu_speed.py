@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_shard
 from benchmarks.networks import NETWORKS, UNet
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
-from lightning_shard.memory.recompute import compile_forward
 from lightning_shard.processes.mesh import make_mesh
 
 SPECTRAL_FIELDS = [
@@ -199,11 +198,11 @@ def launches(names: list[str], resolution: int) -> Rows:
 
 
 def compiled(resolution: int) -> Rows:
-    """A step of the U-Net as it is, through compiled blocks, and in CUDA graphs; on one device."""
+    """A step of the U-Net as it is, and in CUDA graphs; on one device."""
     mesh = make_mesh(device().type, 1, (1,))["domain"]
     whole = torch.randn(1, 3, resolution, resolution, device=device())
     split = lightning_shard.shard(whole, mesh, 2)
-    ways = ["plain", "split", "split, compiled blocks"]
+    ways = ["plain", "split"]
     if device().type == "cuda":
         ways += ["plain, CUDA graphs", "plain, captured whole", "split, captured whole"]
     rows: Rows = []
@@ -211,9 +210,7 @@ def compiled(resolution: int) -> Rows:
         torch.manual_seed(0)
         net = UNet(16).to(device())
         call: nn.Module = net
-        if way == "split, compiled blocks":
-            compile_forward([*net.down, *net.up])
-        elif way == "plain, CUDA graphs":
+        if way == "plain, CUDA graphs":
             call = cast("nn.Module", torch.compile(net, mode="reduce-overhead"))
         step = partial(_of_one_graph, call, split if way.startswith("split") else whole)
         reset_peak()

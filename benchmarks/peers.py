@@ -1,15 +1,14 @@
 """Training steps of networks whose field is split over ranks, beside other packages.
 
     python -m benchmarks.peers
-    python -m benchmarks.peers --no-peer --networks U-Net --ways lightning_shard compiled
+    python -m benchmarks.peers --no-peer --networks U-Net --ways lightning_shard
 
 It makes an environment with the peer in .venv-peers where the running one has none; --no-peer
 leaves it out. All ways take turns in one run. Each figure is the median of its rounds, on the rank
 that needs most: forward, mean square and backward of one sample, without the mean of gradients over
 data replicas. The limit is what two plain processes take that each compute half of the rows at the
 same time and tell each other nothing. "Whole" is stock torch, or stock neuraloperator, on one
-thread, while the other ranks do the same. "Compiled" is the split field through compiled blocks of
-the U-Net, which takes minutes before the first round. A way is timed if its loss is that of one
+thread, while the other ranks do the same. A way is timed if its loss is that of one
 process. With --calls the price of single calls follows. Collectives, bytes and activations are
 counted at the operators of torch, below all ways alike (step_traffic.py).
 
@@ -41,7 +40,6 @@ from benchmarks.common import describe, in_turns, most, start, table
 from benchmarks.networks import IN_FLOAT32, NETWORKS
 from benchmarks.step_traffic import Seen
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
-from lightning_shard.memory.recompute import compile_forward
 
 # the peer imports torchvision, which fits torch of the same build: not 2.13.0+cpu, say
 PEER, VERSIONS = "physicsnemo", ["nvidia-physicsnemo==2.2.2", "torch===2.13.0"]
@@ -71,11 +69,6 @@ def _ours(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, A
     return net, lightning_shard.shard(whole, mesh, 2)
 
 
-def _compiled(net: Any, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
-    compile_forward([*net.down, *net.up])
-    return _ours(net, whole, mesh)
-
-
 def _peer(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
     from physicsnemo import domain_parallel  # pyright: ignore[reportMissingImports]
 
@@ -94,7 +87,7 @@ def _dtensor(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module
 
 WAYS: dict[str, Way] = {
     "limit": _limit, "whole": _whole, "lightning_shard": _ours, "ShardTensor": _peer,
-    "DTensor": _dtensor, "compiled": _compiled, AS_INSTALLED: _peer,
+    "DTensor": _dtensor, AS_INSTALLED: _peer,
 }  # fmt: skip
 
 
@@ -200,7 +193,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=2)
     ways = ["lightning_shard", "DTensor", "ShardTensor"]
-    parser.add_argument("--ways", nargs="+", choices=[*ways, "compiled"], default=ways)
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--calls", nargs="*", choices=dispatch.CALLS, default=[])
     parser.add_argument("--channels-last", action="store_true", help="how all tensors lie")
     parser.add_argument("--no-peer", action="store_true", help="this package and the limit alone")

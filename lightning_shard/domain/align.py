@@ -15,7 +15,6 @@ from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part_sizes
 from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.narrow import is_dict, is_list
 from lightning_shard.processes.torch_private.internals import storage_key
 from lightning_shard.processes.torch_private.typed import typed_torch
@@ -34,7 +33,7 @@ def in_own_memory(result: Subdomain, given: Subdomain) -> Subdomain:
 
     A write into the result would else change what it was made from.
     """
-    if is_traced() or storage_key(result.local) == storage_key(given.local):
+    if storage_key(result.local) == storage_key(given.local):
         return result.like(result.local.clone(), result.layout)
     return result
 
@@ -291,7 +290,7 @@ def all_gather_small(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tenso
     if grid.parts(axes) == 1:
         return part.unsqueeze(0)
     recorded = (torch.is_grad_enabled() and part.requires_grad) or in_forward_mode()
-    if not (is_traced() or recorded):
+    if not recorded:
         return of_all(part, x.domain.group(axes))
     layout = Layout.of((grid.parts(axes), *part.shape), {0: axes}, grid)
     return fetch_all(x.like(part.unsqueeze(0), layout), 0)

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.tracing import is_traced, real_values
 from lightning_shard.processes.narrow import is_list
 
 P = ParamSpec("P")
@@ -51,10 +50,6 @@ class TensorCache:
 
         @functools.wraps(make)
         def made(*args: P.args, **kwargs: P.kwargs) -> R:
-            if is_traced():
-                with real_values():
-                    value = made(*args, **kwargs)
-                return _in_graph(value)
             key = (make, args, *sorted(kwargs.items()))
             with self._lock:
                 if key in self._kept:
@@ -97,18 +92,6 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
     elif dataclasses.is_dataclass(value):
         yield from _tensors_in(tuple(vars(value).values()))
-
-
-def _in_graph(value: Any) -> Any:
-    """A value whose tensors are constants of the graph that is being traced."""
-    if isinstance(value, Tensor):
-        return torch.ops.aten.lift_fresh(value)
-    if is_list(value):
-        return type(value)(map(_in_graph, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{name: _in_graph(v) for name, v in fields.items()})
-    return value
 
 
 CONSTANTS = TensorCache()

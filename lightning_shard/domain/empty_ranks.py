@@ -15,7 +15,6 @@ from lightning_shard.domain.align import all_gather_small
 from lightning_shard.domain.local_group import gathered_objects
 from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.narrow import is_list
 from lightning_shard.processes.torch_private.internals import views_replayed
 
@@ -76,7 +75,7 @@ def written_alike(target: Subdomain, write: Callable[[], Any], index: Any = ...)
     such as `zero_`, torch raises in backward. Here it is raised at once.
     """
     layout, everyone = target.layout, tuple(range(len(target.layout.grid.sizes)))
-    if is_traced() or not (layout.leaves_empty or index is not ...):
+    if not (layout.leaves_empty or index is not ...):
         return write()
     is_empty = target.local.numel() == 0
     steps = [  # 0 where rows share memory, and where there are none

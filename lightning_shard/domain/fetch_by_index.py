@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.domain.comm import of_all
-from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Dim, Grid, Layout, partition
 from lightning_shard.domain.subdomain import Domain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import Transfer
 from lightning_shard.domain.wire import all_to_all
 from lightning_shard.processes.torch_private.typed import integers
@@ -185,11 +183,6 @@ def rows_of(
     Raises:
         UnsupportedOperationError: The call is being compiled.
     """
-    if is_traced():
-        raise UnsupportedOperationError(
-            "which rows travel is known only when it runs, so no graph can hold it; leave the "
-            "block uncompiled"
-        )
     device = parts[0].device
     numbers = torch.zeros(parts[0].shape, dtype=torch.long, device=device)
     wrong = numbers.new_zeros(0)

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import gathered, places_by_rank, take_local
-from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, partition
 from lightning_shard.domain.subdomain import Domain, Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import Transfer, transferred
 from lightning_shard.processes.torch_private.typed import integers
 
@@ -61,11 +59,6 @@ def chosen_by(mask: Subdomain) -> Chosen:
     Raises:
         UnsupportedOperationError: The call is being compiled.
     """
-    if is_traced():
-        raise UnsupportedOperationError(
-            "how many rows a mask chooses is known only when it runs, so no graph can hold it; "
-            "mask with torch.where, or leave the block uncompiled"
-        )
     places = mask.local.reshape(-1).nonzero().squeeze(1)
     axes = mask.layout.axes()
     if not axes:

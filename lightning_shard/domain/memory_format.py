@@ -10,7 +10,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.torch_private.internals import is_view, storage_key
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -57,7 +56,7 @@ def owned(result: Tensor, *given: Tensor) -> Tensor:
     Torch forbids in-place functions after a Function that returned a view, such as a reshaped
     result. Memory of what the Function was given is copied.
     """
-    if is_traced() or any(storage_key(result) == storage_key(x) for x in given):
+    if any(storage_key(result) == storage_key(x) for x in given):
         return result.clone()
     if not is_view(result):
         return result

@@ -16,14 +16,11 @@ from torch import Tensor
 from lightning_shard.domain.forward_mode import refuse_tangent
 from lightning_shard.domain.local_group import local, ranks_in
 from lightning_shard.domain.one_thread import check_thread
-from lightning_shard.domain.tracing import is_traced, next_place
-from lightning_shard.processes.torch_private.internals import group_named, keep_in_order
 
 # called before ranks exchange: to wait, for instance, for ranks that may not come
 BEFORE_EXCHANGE: ContextVar[Callable[[dist.ProcessGroup], None]] = ContextVar(
     "BEFORE_EXCHANGE", default=lambda group: None
 )
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def _begin(group: dist.ProcessGroup) -> None:
@@ -54,8 +51,6 @@ def all_to_all(
     The wire carries bytes, so every dtype works on every backend.
     """
     refuse_tangent(outgoing)
-    if is_traced():
-        return _traced_all_to_all(outgoing, sizes, given, group.group_name, next_place())
     here = local(group)
     if here is not None:
         return here.exchange(outgoing, sizes, given)
@@ -66,8 +61,7 @@ def all_to_all(
 def begin_all_to_all(
     outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup
 ) -> Callable[[], Tensor]:
-    """Begin the same, outside of graphs; the function returned waits for what comes."""
-    assert not is_traced()
+    """Begin the same; the function returned waits for what comes."""
     refuse_tangent(outgoing)
     here = local(group)
     if here is not None:
@@ -90,10 +84,7 @@ def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
     refuse_tangent(x)
     if ranks_in(group) == 1:
         return
-    if is_traced():
-        name = next(name for name, reduction in _REDUCTIONS.items() if reduction == op)
-        x.copy_(_traced_reduce(x, name, group.group_name, next_place()))
-    elif (here := local(group)) is not None:
+    if (here := local(group)) is not None:
         here.reduce(x, op)
     else:
         _begin(group)
@@ -125,39 +116,3 @@ def _sent(
 def _as_bytes(flat: Tensor) -> Tensor:
     real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return real.view(torch.uint8)
-
-
-@torch.library.custom_op("lightning_shard::all_to_all", mutates_args=())
-def _traced_all_to_all(
-    outgoing: Tensor, sizes: list[int], given: list[int], group: str, place: int
-) -> Tensor:
-    return _all_to_all(outgoing, sizes, given, group_named(group))
-
-
-@torch.library.custom_op("lightning_shard::reduce", mutates_args=())
-def _traced_reduce(x: Tensor, reduction: str, group: str, place: int) -> Tensor:
-    result = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, _REDUCTIONS[reduction], group=group_named(group))
-    return result
-
-
-@_traced_all_to_all.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(outgoing: Tensor, sizes: list[int], given: list[int], group: str, place: int) -> Tensor:
-    return outgoing.new_empty(sum(sizes))
-
-
-@_traced_reduce.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(x: Tensor, reduction: str, group: str, place: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-keep_in_order(_traced_all_to_all)
-keep_in_order(_traced_reduce)
-
-
-def places_in(graph: torch.fx.Graph) -> list[int]:
-    """List the places of the collectives in a graph of the compiler, in their order."""
-    ours = torch.ops.lightning_shard
-    operators = [ours.all_to_all.default, ours.reduce.default]
-    calls = [n for n in graph.nodes if any(o is n.target or o in n.args for o in operators)]
-    return [node.args[-1] for node in calls]  # an operator with an effect is an argument itself

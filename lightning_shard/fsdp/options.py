@@ -51,8 +51,8 @@ class ShardingOptions:
             stays on the device, and only what is above it travels, each tensor's memory once. True:
             a size that fits, half of what is free when the first forward begins. On a CPU nothing
             travels.
-        compile_blocks: True lets torch.compile compile each block, as one graph with its
-            collectives. What does not compile runs as it is, after a warning.
+        compile_blocks: True lets torch.compile compile each block. Blocks that are given split
+            tensors run as they are, after a warning.
 
     Raises:
         ValueError: A value is not one of these.

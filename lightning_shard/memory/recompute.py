@@ -20,13 +20,14 @@ from torch.utils.checkpoint import (
 from lightning_shard.processes.torch_private.internals import (
     DispatchMode,
     schema_of,
+    tree_leaves,
     tree_map_only,
 )
-from lightning_shard.tensor.compiled import CompiledBlock
-from lightning_shard.tensor.kind import COMPILED
 from lightning_shard.tensor.mixins import mix_in
+from lightning_shard.tensor.tensor import DomainTensor
 
 _KEEPS = "_checkpoint_keeps"  # attribute of a module: operators
+_COMPILED = "_compiled_by_lightning_shard"  # attribute of a module
 
 
 class _Recomputed:
@@ -116,19 +117,47 @@ def keep_no_cache(root: nn.Module) -> None:
         )
 
 
+class _OfModule:
+    """The compiled forward of one module."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.run = torch.compile(forward)
+
+    def __reduce__(self) -> Any:
+        """A copy of the module compiles anew: this is None in it."""
+        return type(None), ()
+
+
 class _Compiled:
-    """Mixin of a module whose forward is compiled; the same for split tensors, as one graph."""
+    """Mixin of a module whose forward is compiled; given split tensors it runs as it is.
+
+    The compiler looks into no rule, and so could not tell when what a rule or the module reads has
+    changed since it compiled.
+    """
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Nothing to register: the class stands for its base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled module, which is compiled at the first call."""
+        run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if any(isinstance(leaf, DomainTensor) for leaf in tree_leaves((args, kwargs))):
+            _say_uncompiled()
+            return run(*args, **kwargs)
         state = self.__dict__
-        if state.get(COMPILED) is None:  # also of a copy of the module
-            module: Any = self
-            state[COMPILED] = CompiledBlock(module, super().forward)  # pyright: ignore[reportAttributeAccessIssue]
-        return state[COMPILED](*args, **kwargs)
+        if state.get(_COMPILED) is None:  # also of a copy of the module
+            state[_COMPILED] = _OfModule(run)
+        return state[_COMPILED].run(*args, **kwargs)
+
+
+@functools.cache
+def _say_uncompiled() -> None:
+    """Warn once in a process."""
+    warnings.warn(
+        "compile_blocks compiles blocks that are given whole tensors; those that are given split "
+        "ones run uncompiled.",
+        stacklevel=4,
+    )
 
 
 def compile_forward(modules: Iterable[nn.Module]) -> None:

@@ -19,7 +19,6 @@ from lightning_shard.domain.align import gathered, subdomains, take_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.torch_private.internals import is_view, storage_users
 
 LARGE = 4096  # rows of a plain tensor beyond which it is split where split rows are added to it
@@ -89,11 +88,7 @@ def large_target(x: Any, dim: int, sources: Sequence[Any]) -> Subdomain | None:
     if not isinstance(x, Tensor) or not getattr(x, _MADE, False) or x.shape[dim] <= LARGE:
         return None
     axes = {s.layout.axes(dim if s.ndim == x.ndim else 0) for s in split} - {()}
-    if (
-        is_traced()
-        or len(axes) != 1
-        or any(set(s.layout.axes()) - {*next(iter(axes))} for s in split)
-    ):
+    if len(axes) != 1 or any(set(s.layout.axes()) - {*next(iter(axes))} for s in split):
         return None
     if split[0].domain.decides(lambda: x.requires_grad or is_shared(x)):
         return None

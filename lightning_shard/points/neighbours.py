@@ -13,10 +13,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_shard.domain.align import local_part, subdomains
 from lightning_shard.domain.comm import of_all
-from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Grid, Layout, part_sizes
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.uneven import to_canonical
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.aligned import Operand, refuse_other_domains
@@ -125,11 +123,6 @@ def _of_parts(
     x: Operand, y: Operand, batch_x: Batch, batch_y: Batch, reach: Reach, search: Search
 ) -> Subdomain:
     """The pairs of this rank's queries, moved to the canonical partition of all pairs."""
-    if is_traced():
-        raise UnsupportedOperationError(
-            "how many neighbours there are is known only when it runs, so no graph can hold it; "
-            "leave the block uncompiled"
-        )
     given = [t for t in (x, y, batch_x, batch_y) if t is not None]
     refuse_other_domains(*given)
     _refuse_misfits(x, y, batch_x, batch_y)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_shard.tensor.kind import MIXED_IN
+MIXED_IN = "_mixed_in"  # attribute of a class that is made here
 
 
 def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:

@@ -1,8 +1,6 @@
 """One row per option of FSDP: on every mesh, training equals that of one process."""
 
-import functools
 from collections import Counter
-from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_shard
 from lightning_shard import HybridShardStrategy, ShardingOptions
 from lightning_shard.memory import recompute
-from lightning_shard.tensor import compiled
-from lightning_shard.tensor.compiled import CompiledBlock
 from tests import training
 from tests.fsdp.network import (
     Block,
@@ -283,42 +279,13 @@ def test_a_kept_operator_that_writes_into_given_memory_is_computed_again():
     torch.testing.assert_close(kept.grad, plain.grad)
 
 
-def train_compiled(domain, **more):
-    """Training is that of one process, and all blocks share what was compiled."""
-    torch._dynamo.reset()
-    compiled._REGIONS.clear()
-    options = {"wrap": ["Block"], "compile_blocks": True, **more}
-    assert_equal_runs(train_sharded(domain, options), train_alone())
-    regions = compiled._REGIONS.values()
-    assert len(regions) == (domain > (1,))
-    assert all(r.results is not None and not r.refused for r in regions)
-
-
-@pytest.mark.slow
-@pytest.mark.spmd(2)
-@pytest.mark.parametrize(
-    "more", choose([{}, {"activation_checkpointing": True}], fast=[{}]), ids=str
-)
-def test_compiled_blocks_of_split_tensors(more):
-    """Traced and divided as the compiler does, and run on torch's kernels."""
-    like_compiler = functools.partial(CompiledBlock, backend="aot_eager_decomp_partition")
-    with mock.patch.object(recompute, "CompiledBlock", like_compiler):
-        train_compiled((2,), **more)
-
-
 @pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
 def test_compiled_blocks(domain):
-    train_compiled(domain)
-
-
-@pytest.mark.slow
-@pytest.mark.spmd(2)
-def test_compiled_module_is_refused():
-    """torch.compile(module) is for strategies of a list in Lightning; blocks are for this one."""
-    with pytest.raises(ValueError, match="HybridShardStrategy shards a module before it is compil"):
-        train_sharded((1,), {}, torch.compile(net()))
+    torch._dynamo.reset()
+    options = {"wrap": ["Block"], "compile_blocks": True}
+    assert_equal_runs(train_sharded(domain, options), train_alone())
 
 
 def test_options_from_a_file(tmp_path):

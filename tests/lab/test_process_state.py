@@ -39,8 +39,6 @@ SHARED = {
     "processes/failures/store_thread:_threads": "all of them end with the process",
     "processes/forking:_OF_PARENT": "belongs to forked processes",
     "processes/store:_of_meetings": "belongs to ranks that meet at an address",
-    "tensor/compiled:_LAYOUTS": "counts what has been compiled, which serves all ranks",
-    "tensor/compiled:_REGIONS": "what has been compiled serves all ranks",
     "tiles/crew:_crews": "all of them end with the process",
     "tensor/wrong_calls:_accepted": "whether torch takes a call follows from its shapes alone",
 }

@@ -30,7 +30,6 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.memory_format import dims_in_memory
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.registry import implements
 
 Operand = Subdomain | Tensor
@@ -100,7 +99,6 @@ def is_exact() -> bool:
 
 def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> torch.Generator:
     """Make a generator for this rank's part of a tensor that is split as `x`."""
-    _refuse_in_a_graph()
     if _exact:
         raise UnsupportedOperationError(
             "it has no random numbers equal to those of one process, as use_exact_random asks for"
@@ -110,12 +108,6 @@ def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> tor
         seed = int(torch.randint(2**62, (), generator=generator, device=device))
     place = x.layout.grid.index(x.layout.axes())
     return torch.Generator(x.local.device).manual_seed((seed + place * _SPREAD) % 2**63)
-
-
-def _refuse_in_a_graph() -> None:
-    """A graph would draw the numbers of its first run for ever, or other ones on each rank."""
-    if is_traced():
-        raise UnsupportedOperationError("it draws random numbers, which no compiled block can")
 
 
 @contextlib.contextmanager
@@ -148,7 +140,6 @@ def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) ->
         result = torch.empty_like(local)
         draw(result, own_generator(x, generator))
         return result
-    _refuse_in_a_graph()
     order = _order_in_memory(x)
     whole = torch.empty_permuted(x.shape, order, dtype=local.dtype, device=local.device)
     with alike(x, generator, local.device):

@@ -27,7 +27,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.domain.comm import all_reduce, all_reduce_extreme
 from lightning_shard.domain.subdomain import Domain, domain_of
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.torch_private.internals import (
     backward_pass,
     in_transform,
@@ -166,7 +165,7 @@ def on_whole_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable
         return hook
     if getattr(tensor, _PART, False):
         return hook
-    if not tensor.requires_grad or is_traced() or in_transform():
+    if not tensor.requires_grad or in_transform():
         return hook
     domain, mark = step.domain, mark_of(tensor)
 

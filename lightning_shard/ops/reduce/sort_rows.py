@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.comm import of_all
-from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import partition
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import Transfer, transferred
 from lightning_shard.domain.uneven import exchange_rows, spans_of
 from lightning_shard.processes.torch_private.typed import integers
@@ -23,10 +21,6 @@ from lightning_shard.processes.torch_private.typed import integers
 
 def sorted_rows(x: Subdomain, *, descending: bool) -> tuple[Subdomain, Subdomain]:
     """Sort the elements of a tensor of one split dim of one factor; return their places, too."""
-    if is_traced():
-        raise UnsupportedOperationError(
-            "which elements travel is known only when it runs, so no graph can hold it"
-        )
     (factor,), grid = x.layout.dims[0], x.layout.grid
     group, rank = x.domain.group(factor.axes), grid.index(factor.axes)
     ranks = grid.parts(factor.axes)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_shard.domain.align import all_gather_small, subdomains
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.view.aligned import Operand
 
 
@@ -19,7 +18,7 @@ def row_numbers_of(x: Operand, dim: int, index: Operand, source: Any) -> Operand
 
     The ranks agree on it, since a rank without rows cannot tell.
     """
-    if not isinstance(source, Subdomain | Tensor) or is_traced():
+    if not isinstance(source, Subdomain | Tensor):
         return None
     others = [d for d in range(x.ndim) if d != dim]
     if not others or tuple(index.shape) != tuple(source.shape):

@@ -20,7 +20,6 @@ from lightning_shard.domain.fetch_by_index import (
 )
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import transferred
 from lightning_shard.ops.view.aligned import Operand, refuse_other_domains
 from lightning_shard.ops.view.mask import in_front
@@ -50,8 +49,6 @@ def looked_up(
     carried = [d for d in range(x.ndim) if d not in dims]
     index = index_layout(x, dims, indices, x.layout.axes(*carried) if carried else ())
     parts = [index_part(i, index).expand(index.local_shape).to(x.local.device) for i in indices]
-    for d in dims if is_traced() else ():
-        x = whole(x, d)  # in a graph the number of rows that travel must be known
     if x.layout.axes(*dims):
         table = Layout(
             (

@@ -17,10 +17,8 @@ from lightning_shard.domain.align import (
     take_local,
 )
 from lightning_shard.domain.comm import of_all
-from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout, partition
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.uneven import exchange_rows, spans_of
 from lightning_shard.ops.registry import implements, listed
 from lightning_shard.ops.view.aligned import Operand, as_split, brought
@@ -93,8 +91,6 @@ def by_counts(x: Subdomain, d: int, counts: Operand, output_size: int | None) ->
     others = {a for e in x.layout.split_dims if e != d for a in x.layout.axes(e)}
     if not x.layout.axes(d) and (not own or others & set(own)):
         return _interleaved(x, d, gathered(counts) if isinstance(counts, Subdomain) else counts)
-    if is_traced():
-        raise UnsupportedOperationError("how many rows there are is known only when it runs")
     if x.layout.axes(d):
         x = one_factor(x, d)
         factors = x.layout.dims[d]

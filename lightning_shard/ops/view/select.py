@@ -11,14 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import one_factor, subdomains, whole
-from lightning_shard.domain.empty_ranks import concatenated
+from lightning_shard.domain.align import subdomains
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.fetch import scatter_sum
 from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.ops.view.aligned import (
@@ -52,10 +49,6 @@ def gather(
     """Take elements by their place along `dim`; they travel to the ranks that name them."""
     d = dim_of(x, dim, index)
     layout = aligned_layout(d, index.shape, [x, index])
-    if layout is not None and is_traced():
-        if isinstance(x, Subdomain) and x.layout.axes(d) and isinstance(index, Tensor):
-            return _gather_from_ranks(x, d, index, layout)
-        x = whole(x, d) if isinstance(x, Subdomain) else x
     if layout is not None and not (isinstance(x, Subdomain) and x.layout.axes(d)):
         if isinstance(index, Subdomain):  # any of its rows may be here
             layout = layout.with_dims({d: index.layout.dims[d]})
@@ -160,19 +153,3 @@ def one_hot(func: Callable[..., Any], x: Subdomain, num_classes: int = -1) -> Su
         empty = x.local.new_zeros((*x.local.shape, num_classes))
         return x.like(empty, Layout(dims, x.layout.grid))
     return x.like(func(x.local, num_classes), Layout(dims, x.layout.grid))
-
-
-def _gather_from_ranks(x: Subdomain, dim: int, index: Tensor, layout: Layout) -> Subdomain:
-    """Each rank picks what it holds and zero for the rest; the sum is split along `dim` again.
-
-    Everything that travels has a shape that a graph can hold.
-    """
-    x = one_factor(x, dim)
-    (factor,) = x.layout.dims[dim]
-    low, high = factor.bounds(x.layout.grid)
-    zero = x.local.new_zeros([1 if d == dim else n for d, n in enumerate(x.local.shape)])
-    rows = concatenated([x.local, zero], dim)
-    index = part_of_row(index, layout, dim)
-    here = (index >= low) & (index < high)
-    picked = torch.gather(rows, dim, torch.where(here, index - low, high - low))
-    return scatter_sum(x.like(picked, layout), dim, x.layout.axes(dim))

@@ -24,7 +24,6 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.registry import implements_operator
 from lightning_shard.ops.view.aligned import Operand, as_split, refuse_other_domains
 
@@ -72,10 +71,8 @@ def deform_conv2d(
     and whether there is a mask.
 
     Raises:
-        UnsupportedOperationError: Channels are split, or the call is being compiled.
+        UnsupportedOperationError: Channels are split.
     """
-    if is_traced():
-        raise UnsupportedOperationError("how far offsets reach is known only when it runs")
     refuse_other_domains(x, offset, mask)
     split = subdomains([offset, x, mask])
     if any(o.layout.axes(1) for o in split):

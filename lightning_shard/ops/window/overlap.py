@@ -32,7 +32,6 @@ from lightning_shard.domain.halo import (
     return_halo,
     send_halo,
 )
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.window.strips import Plan, Window
 from lightning_shard.processes.torch_private.internals import in_transform
 
@@ -105,7 +104,6 @@ def may_overlap(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> 
         and (bias is None or bias.shape == weight.shape[:1])
         and all(t.dtype == x.dtype and t.device == x.device for t in given)
         and x.dtype.is_floating_point
-        and not is_traced()
         and not in_transform()
         and not in_forward_mode()
     )

@@ -335,13 +335,6 @@ def replace_internal(path: str, make: Callable[[Callable[..., Any]], Callable[..
     setattr(module, name, make(function))
 
 
-def keep_in_order(operator: Any) -> None:
-    """Let compilers keep all calls of this operator and its like, each once, in their order."""
-    internal("torch._library.custom_ops.CustomOpDef.register_effect")(
-        operator, internal("torch._library.effects.EffectType").ORDERED
-    )
-
-
 def group_named(name: str) -> dist.ProcessGroup:
     """Find the process group of that `group_name`."""
     return internal("torch.distributed.distributed_c10d._resolve_process_group")(name)

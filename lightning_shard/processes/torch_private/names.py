@@ -18,18 +18,10 @@ INTERNALS = {
     "torch._compile._disable_dynamo": "rules run as they are inside torch.compile",
     "torch._C._is_any_autocast_enabled": "wrong calls are remembered apart under autocast",
     "torch._C._set_storage_data_ptr_access_error_msg": "no one reads a wrapper's memory",
-    # compiled regions (tensor/compiled.py)
-    "torch._dynamo.nonstrict_trace": "blocks are compiled with the rules of split tensors in them",
-    "torch._dynamo.exc.TorchDynamoException": "what does not compile runs as it is",
-    "torch._inductor.compile_fx.compile_fx": "collectives of compiled blocks are counted",
-    "torch._inductor.compile_fx.compile_fx_inner": "collectives of compiled blocks are counted",
-    "torch._functorch.config.patch": "backward of a block compiles before its forward runs",
-    "torch._functorch.config.force_non_lazy_backward_lowering": "the same",
-    "torch._library.custom_ops.CustomOpDef.register_effect": "no rank's graph drops a collective",
-    "torch._library.effects.EffectType": "collectives of a graph stay in order",
-    "torch.distributed.distributed_c10d._resolve_process_group": "graphs name groups",
-    "torch.utils._python_dispatch._disable_current_modes": "constants of compiled blocks are real",
-    "torch.utils._python_dispatch.TorchDispatchMode": "compiled blocks call no others",
+    "torch.distributed.distributed_c10d._resolve_process_group":
+        "groups of functional collectives are found",
+    "torch.utils._python_dispatch._disable_current_modes": "a prediction reads real numbers",
+    "torch.utils._python_dispatch.TorchDispatchMode": "pagers and predictions see operators",
     # the table of rules (ops)
     "torch._C._jit_get_all_schemas": "pointwise functions are found by their tag",
     "torch._C._nn": "pad and the activations of C++ have rules",

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops import name_of, rule_for
 from lightning_shard.processes.torch_private.typed import named_modules
 from lightning_shard.tensor.tensor import DomainTensor
@@ -91,7 +90,7 @@ def _leave(range_: Any) -> None:
 
 def _in_graph() -> bool:
     """Return True while a compiler follows this call: its graph must not hold the profiler."""
-    return is_traced() or torch.compiler.is_compiling()
+    return torch.compiler.is_compiling()
 
 
 def _function() -> Any:
