@@ -24,8 +24,8 @@ def read_machine(path: Path) -> Cluster:
         _check(found)
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"'{path}' is no file that `calibrate` wrote ({ascii(str(error))[1:LONGEST]}); let it "
-            "write a new one."
+            f"'{path}' is no file that `calibrate` wrote ({ascii(str(error))[1:-1][:LONGEST]}); "
+            "let it write a new one."
         ) from error
     return found
 

@@ -185,7 +185,7 @@ def _changed(place, value):
         (("device", "kernels"), {"\x1b[31m": {"float32": 1.0}}, "a name"),
         (("device", "bandwidths"), [[2, 1.0], [1, 1.0]], "the order of sizes"),
         (("nodes",), 10**30, "a number of devices"),
-        (("nodes",), True, "a number of devices"),
+        (("nodes",), True, r"a number of devices is none of a machine\); let it write"),
         (("price",), -1, "a rate or a price"),
         (("collectives", 0, 2), [[0, 1, 1]], "a collective of one size"),
         (("collectives", 0), ["all_reduce", 2], "not enough values"),
