@@ -1,6 +1,6 @@
 """Steps of training as `plan` predicts them, beside the same steps on one device of this machine.
 
-    python -m benchmarks.plan --machine machine.json --out outputs/plan
+    python -m benchmarks.plan --measure --machine machine.json --out outputs/plan
 
 The file is that of `calibrate --processes 1`; without one it is made first. Each network trains by
 the strategy in float32, by `bf16-mixed` and in float64; the quickest step and the peak of the
@@ -36,7 +36,7 @@ from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.run import quiet
 
 PRECISIONS = ("32-true", "bf16-mixed", "64-true")
-STEPS, WARM_UP = 5, 3
+STEPS, WARM_UP = 8, 3
 BAR, MEMORY_BAR = 0.10, 0.05  # the errors of time and memory that a prediction aims at
 _Make = Callable[[], nn.Module]
 
@@ -94,34 +94,34 @@ def _fit(make: _Make, shape: Sequence[int], precision: Any, steps: int, clock: A
         ).fit(_Task(make()), DataLoader(samples, batch_size=None))  # fmt: skip
 
 
-def measured(make: _Make, shape: Sequence[int], precision: str) -> tuple[float, float]:
-    """Seconds of the quickest step, and the peak of bytes in tensors.
+def in_its_process(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the first line of its error.
 
-    On the CPU a process of its own trains, since memory that an earlier training left would make
-    the steps quicker.
+    On the CPU a process of its own makes it, as for a user: memory that something earlier has left
+    would make steps quicker.
     """
     if device().type != "cpu":
-        return _measured(make, shape, precision)
+        return tried(call)
     context = get_context("fork")
     mine, other = context.Pipe(duplex=False)
-
-    def train() -> None:
-        try:
-            other.send((_measured(make, shape, precision), ""))
-        except (RuntimeError, TypeError) as error:  # such as no kernel of bfloat16
-            other.send((None, str(error)))
-
-    process = context.Process(target=train)
+    process = context.Process(target=lambda: other.send(tried(call)))
     process.start()
     other.close()
-    found, failed = mine.recv()
+    found = mine.recv()
     process.join()
-    if found is None:
-        raise RuntimeError(failed)
     return found
 
 
-def _measured(make: _Make, shape: Sequence[int], precision: str) -> tuple[float, float]:
+def tried(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the first line of its error."""
+    try:
+        return call()
+    except (RuntimeError, TypeError) as error:  # such as no kernel of bfloat16
+        return str(error).splitlines()[0]
+
+
+def measured(make: _Make, shape: Sequence[int], precision: str) -> tuple[float, float]:
+    """Seconds of the quickest step, and the peak of bytes in tensors."""
     gc.collect()
     clock = Clock()
     reset_peak()
@@ -142,33 +142,29 @@ def cases(small: bool, names: Sequence[str] | None = None) -> list[Case]:
     return [(name, *given, precision) for name, given in asked for precision in PRECISIONS]
 
 
-def tried(call: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a call, or the first line of its error."""
-    try:
-        return call(*args)
-    except (RuntimeError, TypeError) as error:  # such as no kernel of bfloat16
-        return str(error).splitlines()[0]
-
-
-def row(case: Case, trained: Any, machine: Cluster, measure: bool) -> dict[str, Any]:
-    """What was planned, beside what was measured."""
-    name, make, shape, precision = case
-    found: dict[str, Any] = {"network": name, "precision": precision}
+def planned(case: Case, machine: Cluster, measure: bool) -> tuple[float, int]:
+    """Seconds of a step, and the peak of bytes."""
+    _, make, shape, precision = case
     samples: Any = [torch.zeros(()).expand(2, *shape)]
-    planned = tried(
-        lambda: lightning_shard.plan(
-            _Task(make()), DataLoader(samples, batch_size=None), (1, 1), cluster=machine,
-            precision=precision, measure=measure,
-        )
+    found = lightning_shard.plan(
+        _Task(make()), DataLoader(samples, batch_size=None), (1, 1), cluster=machine,
+        precision=precision, measure=measure,
     )  # fmt: skip
-    for each in (trained, planned):
+    return found.seconds, found.memory
+
+
+def row(case: Case, machine: Cluster, measure: bool) -> dict[str, Any]:
+    """What was planned, beside what was measured."""
+    found: dict[str, Any] = {"network": case[0], "precision": case[3]}
+    trained = in_its_process(lambda: measured(*case[1:]))
+    known = in_its_process(lambda: planned(case, machine, measure))
+    for each in (trained, known):
         if isinstance(each, str):
             return found | {"failed": each}
-    seconds, held = trained
+    (seconds, held), (foreseen, memory) = trained, known
     return found | {
-        "ms": 1e3 * seconds, "planned ms": 1e3 * planned.seconds,
-        "ratio": planned.seconds / seconds, "MiB": held / 2**20,
-        "planned MiB": planned.memory / 2**20, "ratio of MiB": planned.memory / held,
+        "ms": 1e3 * seconds, "planned ms": 1e3 * foreseen, "ratio": foreseen / seconds,
+        "MiB": held / 2**20, "planned MiB": memory / 2**20, "ratio of MiB": memory / held,
     }  # fmt: skip
 
 
@@ -189,23 +185,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", help="the file of calibrate; None: measure this machine")
     parser.add_argument("--networks", nargs="+", choices=networks(small=True))
-    parser.add_argument("--measure", action="store_true", help="run each kernel of a step alone")
+    parser.add_argument("--measure", action="store_true", help="run the kernels of each step")
     parser.add_argument("--out", type=Path, default=Path("outputs/plan"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     small = device().type == "cpu"
     if small:
         torch.set_num_threads(1)
-    asked = cases(small, options.networks)
-    # all trainings first: on the CPU they begin with the memory that this process holds
-    trained = [tried(measured, *case[1:]) for case in asked]
     if options.machine is None:
         options.machine = str(options.out / "machine.json")
-        calibrate(1).save(options.machine)
+        in_its_process(lambda: calibrate(1).save(options.machine))
     machine = lightning_shard.read_cluster(options.machine)
     found: Rows = []
-    for case, each in zip(asked, trained, strict=True):
-        found.append(row(case, each, machine, options.measure))
+    for case in cases(small, options.networks):
+        found.append(row(case, machine, options.measure))
         print(json.dumps(found[-1]), flush=True)
         (options.out / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
     print(summary(found))
