@@ -270,7 +270,7 @@ _MODULES = {
     "Check": "lab.result",
     "plan": "lab.predict",
     "predict": "lab.predict",
-    "Prediction": "lab.predict",
+    "Prediction": "lab.prediction",
     "best": "lab.search",
     "Ranking": "lab.ranking",
     "Candidate": "lab.ranking",

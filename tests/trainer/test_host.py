@@ -127,15 +127,17 @@ def test_what_is_set_is_read():
 
 def test_the_observer_of_lightning_has_nobody_to_kill(monkeypatch):
     """It would kill the script at once where another process fails; ours waits, and then does."""
-    begun, killed = [], []
+    begun, killed, shared = [], [], []
     monkeypatch.setattr(host, "END_S", 0.1)
+    monkeypatch.setattr(host, "share_cores", shared.append)
     monkeypatch.setattr(host.os, "kill", lambda pid, _: killed.append(pid))
     monkeypatch.setattr(host, "begin_to_start", lambda: None)
     failing = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     failing.wait()  # it may have ended before anybody looks
     launcher = SimpleNamespace(
-        cluster_environment=SimpleNamespace(creates_processes_externally=False), procs=[failing]
-    )
+        cluster_environment=SimpleNamespace(creates_processes_externally=False), procs=[failing],
+        num_processes=2,
+    )  # fmt: skip
 
     def launch(function):
         watched = launcher.procs
@@ -145,6 +147,7 @@ def test_the_observer_of_lightning_has_nobody_to_kill(monkeypatch):
 
     assert host._in_patience(launcher, launch, lambda: 5) == 5
     assert begun == [[]]
+    assert shared == [2]
     assert launcher.procs == [failing]
     deadline = time.monotonic() + 20
     while len(killed) < 2 and time.monotonic() < deadline:
