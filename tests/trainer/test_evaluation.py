@@ -89,17 +89,6 @@ def test_validate_before_fit_and_fit_twice():
             torch.testing.assert_close(expected[key], value, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.spmd(2)
-@pytest.mark.parametrize("sharding", ["full", "none"])
-def test_whole_parameters_beside_shards_train_in_a_second_stage(sharding):
-    """The scalar of the module had the gradient of its own rank after a first stage."""
-    alone, module = Featured(), Featured()
-    for _ in range(2):
-        fit_alone(alone)
-        fit_sharded(module, (2,), strategy={"sharding": sharding})
-        assert_same_state(module, alone)
-
-
 class ByHand(Featured):
     """Leaves gradients to the next step, and at the end to the next stage."""
 
@@ -114,9 +103,13 @@ class ByHand(Featured):
 
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("sharding", ["full", "none"])
-def test_manual_steps_in_a_second_stage(sharding):
-    """With shards it ended in torch's "mixed torch.Tensor and DTensor"."""
-    alone, module = ByHand(), ByHand()
+@pytest.mark.parametrize("kind", [Featured, ByHand])
+def test_parameters_train_in_a_second_stage(kind, sharding):
+    """A scalar beside shards had the gradient of its own rank after a first stage.
+
+    Manual steps with shards ended in torch's "mixed torch.Tensor and DTensor".
+    """
+    alone, module = kind(), kind()
     for _ in range(2):
         fit_alone(alone)
         fit_sharded(module, (2,), strategy={"sharding": sharding})
