@@ -59,7 +59,9 @@ def share_cores(processes: int) -> None:
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        own = getattr(os, "sched_getaffinity", None)  # macOS lacks it
+        cores = len(own(0)) if own else os.cpu_count() or 1
+        threads = max(1, cores // processes)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
 

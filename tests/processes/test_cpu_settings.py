@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from lightning_shard.processes import cpu_settings
 
 # blocks of 16 MiB, as many as a step of a small network frees, again and again
 STEPS = """
@@ -85,3 +88,17 @@ def test_one_switch_leaves_the_process_as_it_is():
     assert policy_changed("1") == "True"
     assert policy_changed("0") == "False"
     assert "must be 0, which leaves" in policy_changed("off")
+
+
+@pytest.mark.parametrize(("processes", "threads"), [(2, 4), (3, 2), (16, 1)])
+def test_cores_are_shared_where_the_system_knows_no_affinity(monkeypatch, processes, threads):
+    """As on macOS."""
+    asked = []
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    cpu_settings.share_cores(processes)
+    cpu_settings.share_cores(1)  # the variable is set now, and counts
+    assert asked == [threads]
+    assert os.environ["OMP_NUM_THREADS"] == str(threads)
