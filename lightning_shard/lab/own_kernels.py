@@ -200,7 +200,7 @@ class _Passes:
         ):  # fmt: skip
             seen.append(self._pass(self._timed))
         times = defaultdict[_Key, list[float]](list)
-        for place in seen[0]:
+        for place in seen[-1]:  # a kernel that failed in a later pass has no time in the last
             few = sorted(each[place] for each in seen)  # other programs make a run only longer
             times[self._step[place].key].append(few[len(few) // QUICK])
         return {key: KernelCost(mean(each), self._workspaces[key]) for key, each in times.items()}

@@ -197,6 +197,23 @@ def test_only_what_is_too_large_takes_the_rates(monkeypatch):
     assert found._costs[found._step[0].key].seconds < 1
 
 
+def test_a_kernel_may_fail_in_a_later_pass(monkeypatch):
+    """As where another program has taken the memory meanwhile."""
+    timed, runs = own._Passes._timed, []
+
+    def failing(self, kernel, call):
+        runs.append(kernel.name)
+        if kernel.name == "mul" and runs.count("mul") == 2:
+            raise RuntimeError("out of memory")
+        return timed(self, kernel, call)
+
+    monkeypatch.setattr(own._Passes, "_timed", failing)
+    monkeypatch.setattr(own._Passes, "_seconds_of_asking", lambda self: 0.0)
+    x = torch.randn(16)
+    found, _ = run_here(lambda: x * 2 + 1)
+    assert found.not_run == {"mul"}
+
+
 def test_what_cannot_run_takes_the_rates_and_is_named():
     data = DataLoader([torch.ones(2, 4)], batch_size=None)
     found = lightning_shard.plan(Task(Lazy()), data, cluster=HERE, measure=True)
