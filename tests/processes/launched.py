@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_modules import SimpleCNNModule
 from lightning_shard import HybridShardStrategy, init_mesh, process_info, start_process_group
+from lightning_shard.checkpoint.state import full_module_state
 
 
 class Steps(Callback):
@@ -73,7 +74,7 @@ def main() -> None:
         "total": total.item(),
         "first": steps.first,
         "step": trainer.global_step,
-        "weight": float(sum(p.detach().full_tensor().sum() for p in module.parameters())),
+        "weight": float(sum(v.sum() for v in full_module_state(module).values())),
     }
     file = options.folder / f"rank_{info.rank}.part"
     file.write_text(json.dumps(found))
