@@ -36,7 +36,7 @@ from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.tensor.placement import is_field
 from tests import training
-from tests.lab.test_tiled_training import QUIET, Plain, Stranger, loader, picture
+from tests.lab.test_tiled_training import QUIET, Plain, Stranger, loader, picture, strategy_of
 from tests.parity import assert_same
 from tests.reference import computed_once
 from tests.training import Fields, Losses
@@ -106,7 +106,7 @@ STAGES = [(stage, kind) for stage in ("predict", "validate", "test") for kind in
 
 def evaluate(stage: str, kind: str, accelerator: str, tiles: Any) -> Any:
     runner = Trainer(
-        accelerator=accelerator, strategy="auto" if tiles is None else TiledStrategy(tiles),
+        accelerator=accelerator, strategy=strategy_of(accelerator, tiles),
         callbacks=[seen := Batches()], **QUIET,
     )  # fmt: skip
     torch.manual_seed(5)
@@ -219,7 +219,7 @@ def randomly(runner: Trainer, losses: Losses, fails_at: int = -1) -> Any:
 
 def alone_randomly(accelerator: str, tiles: Any, fails_at: int = -1, **options: Any) -> Any:
     losses = Losses()
-    strategy = "auto" if tiles is None else TiledStrategy(tiles, **options)
+    strategy = strategy_of(accelerator, tiles, **options)
     runner = Trainer(
         accelerator=accelerator, strategy=strategy, callbacks=[losses], max_epochs=2, **QUIET
     )

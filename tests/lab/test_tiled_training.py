@@ -223,6 +223,13 @@ class Counted(Fields):
         return super().__getitem__(index)
 
 
+def strategy_of(accelerator: str, tiles: Any, **options: Any) -> Any:
+    """In tiles, or in one process by the strategy that trains on the device."""
+    if tiles is None:
+        return "auto" if accelerator == "cpu" else "hybrid_shard"
+    return TiledStrategy(tiles, **options)
+
+
 def runner_of(folder: Path, accelerator: str, tiles: Any, **options: Any) -> Trainer:
     callbacks = [
         Told(),
@@ -231,7 +238,7 @@ def runner_of(folder: Path, accelerator: str, tiles: Any, **options: Any) -> Tra
     ]
     return Trainer(
         accelerator=accelerator, devices=1, logger=CSVLogger(folder, "", ""), log_every_n_steps=1,
-        strategy="auto" if tiles is None else TiledStrategy(tiles), callbacks=callbacks,
+        strategy=strategy_of(accelerator, tiles), callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **options,
     )  # fmt: skip
 
