@@ -71,20 +71,26 @@ def cosine_similarity(
     return result(a, sum_over(a, product.sum(dims), dims), dims, False)
 
 
-@implements(torch.cdist, limits="the coordinates (last dim) must be whole")
+@implements(torch.cdist, limits="no infinite order over split coordinates (last dim)")
 def cdist(
     func: Callable[..., Tensor], x1: Operand, x2: Operand, p: float = 2.0, *_: Any, **__: Any
 ) -> Operand:
     """Compute distances of all pairs by differences: (*, P, M) and (*, R, M) -> (*, P, R)."""
-    if any(x.layout.axes(x.ndim - 1) for x in (x1, x2) if isinstance(x, Subdomain)):
-        raise UnsupportedOperationError("points whose coordinates are split")
+    split = any(x.layout.axes(x.ndim - 1) for x in (x1, x2) if isinstance(x, Subdomain))
+    if split and p == math.inf:
+        raise UnsupportedOperationError("the largest difference of split coordinates")
     batch = ascii_letters[: max(x1.ndim, x2.ndim) - 2]
     labels = [(batch + rows)[-x.ndim :] for x, rows in ((x1, "XZ"), (x2, "YZ"))]
 
     def local(a: Tensor, b: Tensor) -> Tensor:
-        return torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
+        size = torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
+        return _power(size, p or 1) if split else size  # order 0 counts
 
-    return contract(local, [x1, x2], labels, batch + "XY")
+    found = contract(local, [x1, x2], labels, batch + "XY")
+    if not split:
+        return found
+    whole = _root(_local(found), p or 1)
+    return found.like(whole) if isinstance(found, Subdomain) else whole
 
 
 @implements(F.pairwise_distance, torch.pairwise_distance)

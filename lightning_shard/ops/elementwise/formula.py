@@ -40,26 +40,40 @@ def _areas(y: Any, x: Any, dx: float, d: int) -> Any:
     return areas * (widths.reshape([-1] + [1] * (y.ndim - 1 - d)) if x.ndim == 1 else widths)
 
 
-@composes(torch.gradient, limits="spacing must be numbers, not coordinates")
+@composes(torch.gradient)
 def gradient(
     func: Callable[..., Any], x: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> tuple[Tensor, ...]:
     """Take central differences, one-sided at the edges."""
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     steps = list(spacing) if is_sequence(spacing) else [spacing] * len(dims)
-    if any(not isinstance(step, int | float) for step in steps):
-        raise UnsupportedOperationError("gradient with coordinates as spacing; use numbers")
     return tuple(_slope(x, d % x.ndim, h, edge_order) for d, h in zip(dims, steps, strict=True))
 
 
-def _slope(x: Tensor, dim: int, step: float, edge_order: int) -> Tensor:
+def _slope(x: Tensor, dim: int, step: Any, edge_order: int) -> Tensor:
     n = x.shape[dim]
     if n <= edge_order:
         raise RuntimeError(f"gradient needs more than {edge_order} rows of dim {dim}; got {n}")
+    if isinstance(step, Tensor):
+        return _slope_between(x, dim, step, edge_order)
     first = [x.narrow(dim, i, 1) for i in range(edge_order + 1)]
     last = [x.narrow(dim, n - 1 - i, 1) for i in range(edge_order + 1)]
     inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / (2 * step)
     return torch.cat([_one_sided(first) / step, inner, -_one_sided(last) / step], dim)
+
+
+def _slope_between(x: Tensor, dim: int, places: Tensor, edge_order: int) -> Tensor:
+    """The slope of parabolas through each three rows, which lie at any places."""
+    widths = places.diff().reshape([-1] + [1] * (x.ndim - 1 - dim))
+    rises = x.diff(dim=dim) / widths
+    n = len(widths)
+    a, b = widths[: n - 1], widths[1:]
+    before, after = rises.narrow(dim, 0, n - 1), rises.narrow(dim, 1, n - 1)
+    inner = (b * before + a * after) / (a + b)
+    first, last = rises.narrow(dim, 0, 1), rises.narrow(dim, n - 1, 1)
+    if edge_order == 2:
+        first, last = 2 * first - inner.narrow(dim, 0, 1), 2 * last - inner.narrow(dim, n - 2, 1)
+    return torch.cat([first, inner, last], dim)
 
 
 def _one_sided(rows: Sequence[Tensor]) -> Tensor:

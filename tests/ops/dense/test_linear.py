@@ -67,8 +67,16 @@ CASES = {
     ),
     "inner": (lambda x, w: torch.inner(x, w), [SHAPE, (4, 5)]),
     "outer": (lambda x, w: torch.outer(x[0, 0, :, 1], w), [SHAPE, (4,)]),
+    "distances": (
+        lambda x, y: [torch.cdist(x.flatten(2), y, p) for p in (0.0, 0.5, 1.0, 2.0, 3.0)],
+        [SHAPE, (2, 4, 35)],
+    ),
+    "distances_among": (
+        lambda x: torch.cdist(x, x).square() + torch.cdist(x.mT, x.mT).square().mean(),
+        [SHAPE],
+    ),
 }
-SMOOTH = ["flat_linear", "linear", "gram", "einsum_sum", "baddbmm"]
+SMOOTH = ["distances_among", "flat_linear", "linear", "gram", "einsum_sum", "baddbmm"]
 
 
 @pytest.mark.spmd(4)

@@ -55,6 +55,13 @@ CASES = {
         lambda x: torch.gradient(x, spacing=[2.0, 1.0], dim=[2, -1], edge_order=2),
         [SHAPE],
     ),
+    "gradient_at": (
+        lambda x, t: [
+            torch.gradient(x, spacing=[t.exp().cumsum(0)], dim=2, edge_order=order)[0]
+            for order in (1, 2)
+        ],
+        [SHAPE, (7,)],
+    ),
     "trapezoid": (lambda x: (torch.trapezoid(x, dx=0.5, dim=2), torch.trapz(x)), [SHAPE]),
     "trapezoid_at": (
         lambda x, t: (torch.trapezoid(x, t, dim=2), torch.cumulative_trapezoid(x, t, dim=2)),
