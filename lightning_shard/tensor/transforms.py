@@ -32,6 +32,7 @@ from lightning_shard.processes.torch_private.internals import (
     tree_unflatten,
 )
 from lightning_shard.processes.torch_private.names import internal
+from lightning_shard.tensor.local_mesh import LocalField
 from lightning_shard.tensor.met import SplitInTransform, domains_met, note_domain
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -67,13 +68,16 @@ def _jvp_for(plain: Function) -> Function:
         tensors = all(isinstance(x, Tensor) for x in (*flat, *given))
         if _in_transform(primals) or not usual or not tensors:  # torch tells what is wrong
             return plain(func, primals, tangents, argnums, strict=strict, has_aux=has_aux)
+        in_tiles = any(isinstance(x, LocalField) for x in tree_leaves((primals, given)))
         if dual_level() < 0 and not _any_split((primals, given)):
-            with contextlib.suppress(SplitInTransform):
+            try:
                 return _kept(
                     plain, func, primals, tangents, argnums, strict=strict, has_aux=has_aux
                 )
+            except SplitInTransform as met:
+                in_tiles = met.in_tiles
         run = functools.partial(_called, func, primals, argnums)
-        if dual_level() >= 0 or ranks_are_threads():
+        if dual_level() >= 0 or ranks_are_threads() or in_tiles:
             return _backwards_twice(run, flat, given, spec, has_aux)
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, t) for x, t in zip(flat, given, strict=True)]
@@ -155,11 +159,11 @@ def _pulled(
     retain_graph: bool,
 ) -> list[Tensor]:
     """Gradients of the inputs, whole on every rank; zeros of those that nothing depends on."""
-    if in_transform() and (met or any(isinstance(x, DomainTensor) for x in (*outputs, *inputs))):
+    split = _any_split((*outputs, *inputs))
+    if in_transform() and (met or split):
         raise SplitInTransform
     pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
     found: Sequence[Tensor | None] = [None] * len(inputs)
-    split = any(isinstance(x, DomainTensor) for x in (*outputs, *inputs))
     alone = bool(met) and not split
     with torch.enable_grad(), local_gradients() if alone else contextlib.nullcontext():
         if pairs:
@@ -297,4 +301,4 @@ def _in_transform(arguments: Any) -> bool:
 
 
 def _any_split(value: Any) -> bool:
-    return any(isinstance(x, DomainTensor) for x in tree_leaves(value))
+    return any(isinstance(x, DomainTensor | LocalField) for x in tree_leaves(value))

@@ -11,6 +11,7 @@ from lightning_shard.domain.local_group import after
 from lightning_shard.ops.become import BecameSplit, is_shared
 from lightning_shard.ops.registry import Rule, changes_first, run_rule
 from lightning_shard.processes.torch_private.internals import accessors, in_transform
+from lightning_shard.tensor.met import SplitInTransform
 from lightning_shard.tensor.tensor import checked_call, on_parts, swapped
 from lightning_shard.tiles.call_inputs import Inputs
 from lightning_shard.tiles.operation import Call
@@ -32,9 +33,7 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         ValueError: Fields are in different tiles.
     """
     if in_transform():
-        raise UnsupportedOperationError(
-            "torch.func does not transform functions of fields in tiles; take torch.autograd.grad"
-        )
+        raise SplitInTransform(in_tiles=True)
     rule, args, kwargs = checked_call(func, args, kwargs, TileTensor)
     if rule is not None and rule.composes:
         return run_rule(rule, func, args, kwargs)

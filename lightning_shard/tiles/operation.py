@@ -21,6 +21,8 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_shard.domain.align import take_part
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.errors import StuckError
@@ -70,6 +72,9 @@ class Call:
         inputs: Fields and plain tensors, in the order in which `compute` is given their parts.
         records: True if gradients are wanted.
         target: The input that the operation writes.
+
+    Raises:
+        UnsupportedOperationError: In forward mode gradients are wanted, too.
     """
 
     def __init__(
@@ -80,6 +85,10 @@ class Call:
         records: bool,
         target: TileTensor | None = None,
     ) -> None:
+        if records and in_forward_mode():
+            raise UnsupportedOperationError(
+                "in a dual_level in which torch records a graph too; call torch.func.jvp instead"
+            )
         self.tiles, self.inputs, self.records, self.target = tiles, inputs, records, target
         self.roots: list[Root] = []
         self.outputs: list[Output] = []

@@ -15,6 +15,7 @@ from lightning_shard.processes.torch_private.internals import (
     without_rules,
 )
 from lightning_shard.tensor.local_mesh import LocalField, LocalMesh
+from lightning_shard.tensor.met import SplitInTransform
 from lightning_shard.tensor.part import Part
 from lightning_shard.tiles.crew import Crew
 from lightning_shard.tiles.mover import Mover
@@ -206,6 +207,13 @@ def _detached(x: TileTensor, **_: Any) -> TileTensor:
     return TileTensor(x.tiles, x.parts, like=x if not x.parts else None)
 
 
+def _same_view(x: TileTensor, shape: Sequence[int]) -> TileTensor:
+    """Serve `x.view_as(x)`; a view of another shape is one that vmap takes."""
+    if tuple(shape) != tuple(x.shape):
+        raise SplitInTransform
+    return _detached(x)
+
+
 def _by(function: Callable[..., Any], given: int = 1) -> Callable[..., Any]:
     """Return what runs the rule of a function on so many of an operator's arguments.
 
@@ -226,7 +234,7 @@ def _copied(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
 _OF_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detached,
     aten.alias.default: _detached,
-    aten.view.default: lambda x, shape: _detached(x),  # x.view_as(x) calls it
+    aten.view.default: _same_view,
     aten.clone.default: _by(torch.clone),
     aten.add.Tensor: _added,
     aten.add_.Tensor: _by(Tensor.add_, 2),

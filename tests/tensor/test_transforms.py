@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 import lightning_shard
-from lightning_shard import UnsupportedOperationError
+from lightning_shard import Tiles, UnsupportedOperationError
 from tests.parity import assert_same, mesh_of
 from tests.tensor.test_escape import Cube
 
@@ -71,11 +71,23 @@ FORMULAS = {
 }
 
 
+def grid(mesh):
+    """A mesh of ranks of these sizes, or the tiles themselves."""
+    return mesh if isinstance(mesh, Tiles) else mesh_of(*mesh)
+
+
+def mean_over(mesh, gradients):
+    if not isinstance(mesh, Tiles):
+        for g in gradients:
+            dist.all_reduce(g)
+            g /= dist.get_world_size()
+
+
 def check_jvp(name, mesh, dims):
     """The jvp, and the gradients of a loss of it by the primal and by the tangent."""
     ends = []
     x, v, seed = made(SHAPE, SHAPE, SHAPE)
-    for place in (lambda t: t, lambda t: lightning_shard.shard(t, mesh_of(*mesh), dims)):
+    for place in (lambda t: t, lambda t: lightning_shard.shard(t, grid(mesh), dims)):
         leaf, slope = x.clone().requires_grad_(), v.clone().requires_grad_()
         with sdpa_kernel(SDPBackend.MATH):  # the only one with a forward mode
             function = FUNCTIONS[name] if ends else FORMULAS.get(name, FUNCTIONS[name])
@@ -85,9 +97,7 @@ def check_jvp(name, mesh, dims):
         found = torch.autograd.grad(loss, [leaf, slope], allow_unused=True)
         found = [torch.zeros_like(x) if g is None else g.contiguous() for g in found]
         ends.append([lightning_shard.gather(out), whole, *found])
-    for g in ends[1][2:]:
-        dist.all_reduce(g)
-        g /= dist.get_world_size()
+    mean_over(mesh, ends[1][2:])
     same(ends[1], ends[0])
 
 
@@ -141,7 +151,7 @@ def check_transform(name, mesh, dims):
             "dual": lambda: dual(f, x_, v_),
         }[name]()
 
-    same(run(lambda t: lightning_shard.shard(t, mesh_of(*mesh), dims)), run(lambda t: t))
+    same(run(lambda t: lightning_shard.shard(t, grid(mesh), dims)), run(lambda t: t))
 
 
 def dual(function, x, v):
@@ -251,19 +261,21 @@ def mean_flow(net, x, noise, r, t, *, whole=False):
 
 @pytest.mark.spmd(3)
 def test_gradients_of_a_mean_flow_loss():
+    check_mean_flow((3,))
+
+
+def check_mean_flow(mesh):
     x, noise = made((2, 2, 7, 3), (2, 2, 7, 3))
     r, t = torch.tensor([[0.1, 0.2], [0.5, 0.9]], dtype=torch.float64)
     for whole in (False, True):
         torch.manual_seed(0)
         net, ends = Net().double(), []
-        for place in (lambda t: t, lambda t: lightning_shard.shard(t, mesh_of(3), 2)):
+        for place in (lambda t: t, lambda t: lightning_shard.shard(t, grid(mesh), 2)):
             net.zero_grad()
             loss = mean_flow(net, place(x), place(noise), r, t, whole=whole)
             loss.backward()
             ends.append([loss, *(p.grad for p in net.parameters())])
-        for g in ends[1][1:]:
-            dist.all_reduce(g)
-            g /= 3
+        mean_over(mesh, ends[1][1:])
         same(ends[1], ends[0])
 
 
