@@ -11,10 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import broadcasting, common_layout, local_part, subdomains
+from lightning_shard.domain.align import (
+    broadcasting,
+    common_layout,
+    local_part,
+    split_moved,
+    subdomains,
+)
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.layout import Dim, Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import composes, implements
@@ -50,8 +56,9 @@ def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: An
     return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
 
 
-@implements(linalg.solve, linalg.solve_triangular, torch.cholesky_solve,
-            Tensor.cholesky_solve, limits=LIMITS)  # fmt: skip
+@implements(linalg.solve, linalg.solve_triangular, torch.cholesky_solve, Tensor.cholesky_solve,
+            limits="matrices must be whole; another dim of right sides is split in place of rows",
+)  # fmt: skip
 def solve(
     func: Callable[..., Tensor], a: Operand, b: Operand, *args: Any, **kwargs: Any
 ) -> Subdomain:
@@ -60,15 +67,45 @@ def solve(
         column = unsqueeze(func, b, -1) if isinstance(b, Subdomain) else b.unsqueeze(-1)
         x = solve(func, a, column, *args, **kwargs)
         return x.like(x.local.squeeze(-1), Layout(x.layout.dims[:-1], x.layout.grid))
-    _whole_matrices(*subdomains([a, b]))
-    layout = common_layout([broadcasting(t, {t.ndim - 2, t.ndim - 1}) for t in (a, b)])
-    parts: list[Tensor] = []
-    for t in (a, b):
-        wanted = (*layout.dims[:-2], *((Factor(n),) for n in t.shape[-2:]))
-        parts.append(local_part(t, Layout(wanted, layout.grid)))
-    found = func(*parts, *args, **kwargs)
-    dims = (*layout.dims[:-2], *((Factor(n),) for n in found.shape[-2:]))
-    return subdomains([a, b])[0].like(found, Layout(dims, layout.grid))
+    own = subdomains([a, b])[0]
+    last = func in (linalg.solve, linalg.solve_triangular)  # the right sides come last
+    matrix, sides = (a, b) if last else (b, a)
+    spare = None
+    if isinstance(sides, Subdomain) and kwargs.get("left", True):
+        spare = _spare_dim(matrix, sides)
+        sides = sides if spare is None else split_moved(sides, sides.ndim - 2, sides.ndim + spare)
+    else:
+        _whole_matrices(*subdomains([sides]))
+    _whole_matrices(*subdomains([matrix]))
+    pair = [matrix, sides] if last else [sides, matrix]
+    layout = common_layout([broadcasting(t, {t.ndim - 2, t.ndim - 1}) for t in pair])
+    columns = sides.layout.dims[-1] if isinstance(sides, Subdomain) else (Factor(sides.shape[-1]),)
+    places = {a for dim in layout.dims[:-2] for f in dim for a in f.axes}
+    if places & {a for f in columns for a in f.axes}:
+        raise UnsupportedOperationError("columns that are split over the ranks that split matrices")
+
+    def placed(*matrix_dims: Dim) -> Layout:
+        return Layout((*layout.dims[:-2], *matrix_dims), layout.grid)
+
+    order, rows = (Factor(matrix.shape[-1]),), (Factor(sides.shape[-2]),)
+    wanted = {id(matrix): placed(order, order), id(sides): placed(rows, columns)}
+    found = func(*[local_part(t, wanted[id(t)]) for t in pair], *args, **kwargs)
+    solved = own.like(found, placed(rows, columns))
+    return solved if spare is None else split_moved(solved, solved.ndim + spare, solved.ndim - 2)
+
+
+def _spare_dim(matrix: Operand, sides: Subdomain) -> int | None:
+    """The dim, counted from the last, that is split in place of rows; None if these are whole.
+
+    It is one along which the matrix is the same: columns, or systems that share a matrix.
+    """
+    if not sides.layout.axes(sides.ndim - 2):
+        return None
+    shared = [d for d in range(-sides.ndim, -2) if -d > matrix.ndim or matrix.shape[d] == 1]
+    spare = [d for d in (*shared, -1) if not sides.layout.axes(sides.ndim + d)]
+    if not spare:
+        raise UnsupportedOperationError("right sides of which rows and all other dims are split")
+    return max(spare, key=lambda d: sides.shape[d])
 
 
 def _whole_matrices(*operands: Subdomain) -> None:

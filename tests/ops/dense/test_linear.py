@@ -24,6 +24,10 @@ def in_rows(matrix: torch.Tensor) -> torch.Tensor:
         return matrix.to_sparse_csr()
 
 
+def positive(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix @ matrix.mT + torch.eye(len(matrix)).to(matrix)
+
+
 CASES = {
     "flat_linear": (lambda x, w, b: F.linear(x.flatten(1), w, b), [SHAPE, (4, 105), (4,)]),
     "linear": (lambda x, w, b: F.linear(x, w, b), [SHAPE, (4, 5), (4,)]),
@@ -67,6 +71,15 @@ CASES = {
     ),
     "inner": (lambda x, w: torch.inner(x, w), [SHAPE, (4, 5)]),
     "outer": (lambda x, w: torch.outer(x[0, 0, :, 1], w), [SHAPE, (4,)]),
+    "solve": (
+        lambda x, m: (
+            torch.linalg.solve(positive(m), x),
+            torch.linalg.solve(positive(m), x[0, 0, :, 0]),
+            torch.linalg.solve_triangular(positive(m).tril(), x, upper=False),
+            torch.cholesky_solve(x, torch.linalg.cholesky(positive(m)).expand(3, 7, 7)),
+        ),
+        [SHAPE, (7, 7)],
+    ),
     "distances": (
         lambda x, y: [torch.cdist(x.flatten(2), y, p) for p in (0.0, 0.5, 1.0, 2.0, 3.0)],
         [SHAPE, (2, 4, 35)],
@@ -76,7 +89,7 @@ CASES = {
         [SHAPE],
     ),
 }
-SMOOTH = ["distances_among", "flat_linear", "linear", "gram", "einsum_sum", "baddbmm"]
+SMOOTH = ["distances_among", "solve", "flat_linear", "linear", "gram", "einsum_sum", "baddbmm"]
 
 
 @pytest.mark.spmd(4)
