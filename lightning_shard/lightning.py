@@ -37,7 +37,8 @@ _NAMES = {
     "pytorch.accelerators": "Accelerator AcceleratorRegistry",
     "pytorch.callbacks":
         "BaseFinetuning BasePredictionWriter Checkpoint EarlyStopping LearningRateFinder "
-        "ModelCheckpoint ModelSummary RichProgressBar StochasticWeightAveraging TQDMProgressBar",
+        "ModelCheckpoint ModelSummary RichProgressBar StochasticWeightAveraging TQDMProgressBar "
+        "WeightAveraging",
     "pytorch.cli": "LightningArgumentParser LightningCLI SaveConfigCallback",
     "pytorch.core.optimizer": "LightningOptimizer",
     "pytorch.loggers.logger": "DummyLogger",

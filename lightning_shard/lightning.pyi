@@ -51,6 +51,7 @@ from lightning.pytorch.callbacks import ModelSummary as ModelSummary
 from lightning.pytorch.callbacks import RichProgressBar as RichProgressBar
 from lightning.pytorch.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
 from lightning.pytorch.callbacks import TQDMProgressBar as TQDMProgressBar
+from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser as LightningArgumentParser
 from lightning.pytorch.cli import LightningCLI as LightningCLI
 from lightning.pytorch.cli import SaveConfigCallback as SaveConfigCallback
@@ -157,6 +158,7 @@ __all__ = [
     "TrainerStatus",
     "TrainerSubprocessLauncher",
     "UnrepeatedDistributedSampler",
+    "WeightAveraging",
     "WorkerOutput",
     "WrappingCheckpointIO",
     "destroy_process_group",

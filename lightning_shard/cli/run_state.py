@@ -80,13 +80,27 @@ def words_of_an_interrupt(trainer: Trainer) -> list[str]:
 
 
 def words_of_a_failure(trainer: Trainer) -> list[str]:
-    """Say after an error of the disk which checkpoint is whole: the newest may not be there."""
+    """Say after an error of the disk how to go on."""
+    ended = f"The run ended after step {trainer.global_step}."
+    return [ended, *(_ways_on(trainer) or ["No checkpoint was written."])]
+
+
+def _ways_on(trainer: Trainer) -> list[str]:
+    """Name the checkpoints of a training that are there; say so if none has the last steps."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return []
     kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     named = {path for c in kept for path in (c.best_model_path, c.last_model_path) if path}
     gone = [path for path in named if "://" not in path and not Path(path).exists()]
-    lines = [line for line in _ways_on(trainer) if not any(path in line for path in gone)]
-    ended = f"The run ended after step {trainer.global_step}."
-    return [ended, *(lines or _left_beside(gone) or ["No checkpoint was written."])]
+    lines = [
+        line
+        for line in checkpoint_lines(trainer, _command())
+        if not any(path in line for path in gone)
+    ] or _left_beside(gone)
+    saver: Any = getattr(trainer.strategy, "saver", None)
+    if named and lines and saver is not None and saver.last_step < trainer.global_step:
+        lines.insert(0, f"The last checkpoint is of step {saver.last_step}.")
+    return lines
 
 
 def _left_beside(gone: Sequence[str]) -> list[str]:
@@ -97,11 +111,6 @@ def _left_beside(gone: Sequence[str]) -> list[str]:
         return []
     newest = str(max(left, key=lambda path: path.stat().st_mtime))
     return [f"Last whole checkpoint: {newest}", f"Resume: {_command()('fit', newest)}"]
-
-
-def _ways_on(trainer: Trainer) -> list[str]:
-    is_fit = trainer.state.fn == TrainerFn.FITTING
-    return checkpoint_lines(trainer, _command()) if is_fit else []
 
 
 def _command(logs: str = "", more: str = "") -> Callable[[str, str], str]:

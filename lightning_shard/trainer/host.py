@@ -59,6 +59,7 @@ ATTRIBUTES = {
     "_is_sequential": "replicas repeat samples where a step reads several loaders",
     "_monitor_candidates": "a ModelCheckpoint saves by one value on all ranks",
     "_results": "logged values are reduced by name, and saved within an epoch",
+    "_save_last_checkpoint": "Ctrl-C in a training saves what it has reached",
 }
 
 # the words that `self.log` was told, without functions
@@ -213,35 +214,23 @@ def follow_reductions(
             results._get_cache = _named(cached, reducing, None)
 
 
-def follow_batches(trainer: Trainer, begins: Callable[[], None]) -> None:
-    """Let a Trainer call `begins` before each batch of training, and before its own broadcast."""
-    loop = trainer.fit_loop.epoch_loop
-    if "advance" not in vars(loop):
-        plain = loop.advance
-
-        def advance(data_fetcher: Any) -> None:
-            begins()
-            plain(data_fetcher)
-
-        vars(loop)["advance"] = advance
-
-
 def end_saved_step(
     trainer: Trainer,
     is_known: Callable[[], bool],
-    is_in_validation: Callable[[], bool],
+    unfinished: Callable[[], str | None],
     validates: Callable[[int], None],
 ) -> None:
     """Let a resumed run end the step after which it was saved, as the run without a break does.
 
     Lightning counts a step that was saved in `on_train_batch_end` as ended. So it leaves out the
     validation that is due, the end of the epoch, what schedulers do by a value, and the rest of a
-    validation, which is run again as a whole here. An epoch that has begun it takes for read.
+    validation, which is run again as a whole here. An epoch that has begun, or ended, it takes for
+    read. Between two batches nothing is due, and it lets schedulers follow a value once more.
 
     Args:
         trainer: The Trainer of the run.
         is_known: Returns True if the checkpoint says what was logged, which callbacks then read.
-        is_in_validation: Returns True if it was saved within a validation.
+        unfinished: Returns within what it was saved, as `Saver.unfinished` does.
         validates: Called before each validation of a fit, with the number of the step before it.
     """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -254,9 +243,11 @@ def end_saved_step(
     def find_open_step() -> None:
         nonlocal is_open
         find_stage()
-        if is_known() and (fit.restarted_on_epoch_start or not loop.batch_progress.total.ready):
+        epoch: Any = fit.epoch_progress.current  # Lightning: its base class
+        in_epoch = loop.batch_progress.total.ready and epoch.ready > epoch.completed
+        if is_known() and (fit.restarted_on_epoch_start or not in_epoch):
             loop.restarting = False
-        is_open = is_known() and (loop.restarted_on_train_batch_end or is_in_validation())
+        is_open = is_known() and (loop.restarted_on_train_batch_end or unfinished() == "validation")
         if is_open and loop.restarted_on_train_batch_end:
             loop.batch_progress.increment_completed()
             find_stage()  # as one that has ended, the loop does not count it as it begins
@@ -264,6 +255,8 @@ def end_saved_step(
     def end_step_or_advance(data_fetcher: Any) -> None:
         nonlocal is_open
         if not is_open:
+            if unfinished() == "nothing":
+                loop.restarting = False
             advance(data_fetcher)
             return
         is_open = loop.val_loop.restarting = False
@@ -467,6 +460,11 @@ def follow_candidates(callback: ModelCheckpoint, agreed: Callable[[Any], Any]) -
     if "_monitor_candidates" not in vars(callback):
         plain = callback._monitor_candidates
         vars(callback)["_monitor_candidates"] = lambda trainer: agreed(plain(trainer))
+
+
+def save_last(trainer: Trainer, callback: ModelCheckpoint) -> None:
+    """Let a ModelCheckpoint with `save_last` write its last checkpoint now; all ranks do."""
+    callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
 
 
 def follow_stopping(callback: EarlyStopping, agreed: Callable[[Any], Any]) -> None:

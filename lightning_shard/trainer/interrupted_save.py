@@ -5,26 +5,21 @@ for another, so that they are in different steps.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from typing_extensions import override
 
 from lightning_shard.lightning import Callback, LightningModule, ModelCheckpoint, Trainer
 from lightning_shard.trainer.host import add_once
+from lightning_shard.trainer.peers import Peers
+from lightning_shard.trainer.saving import Saver
 
 
 class InterruptedSave(Callback):
     """Runs before all ModelCheckpoints, which would otherwise report that they have saved."""
 
-    def __init__(self, is_disconnected: Callable[[], bool], last_whole: Callable[[], Any]) -> None:
-        """Keep the two questions that are asked when an exception comes.
-
-        Args:
-            is_disconnected: Returns True if the ranks cannot save together.
-            last_whole: Returns the path of the last checkpoint that they saved, or None.
-        """
-        self._is_disconnected, self._last_whole = is_disconnected, last_whole
+    def __init__(self, peers: Peers, saver: Saver) -> None:
+        """Report of ranks that are `peers` and save by `saver`."""
+        self._peers, self._saver = peers, saver
         self._silenced: list[ModelCheckpoint] = []
 
     @override
@@ -41,12 +36,12 @@ class InterruptedSave(Callback):
         """Print it in one line on each rank, and keep ModelCheckpoint from saving."""
         saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         saving = [callback for callback in saving if callback.save_on_exception]
-        if not saving or not self._is_disconnected():
+        if not saving or not self._peers.is_disconnected():
             return
         self._silenced = saving
         for callback in saving:
             callback.save_on_exception = False
-        last = self._last_whole() or trainer.ckpt_path
+        last = self._saver.last_written or trainer.ckpt_path
         rest = "there is none from before" if last is None else f"the last whole one is {last}"
         sys.stderr.write(
             f"[rank {trainer.global_rank}] no checkpoint was saved on {type(exception).__name__}, "
@@ -54,8 +49,6 @@ class InterruptedSave(Callback):
         )
 
 
-def say_what_was_not_saved(
-    trainer: Trainer, is_disconnected: Callable[[], bool], last_whole: Callable[[], Any]
-) -> None:
+def say_what_was_not_saved(trainer: Trainer, peers: Peers, saver: Saver) -> None:
     """Add the callback to a Trainer, once."""
-    add_once(trainer, InterruptedSave(is_disconnected, last_whole), first=True)
+    add_once(trainer, InterruptedSave(peers, saver), first=True)

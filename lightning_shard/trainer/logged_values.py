@@ -29,10 +29,10 @@ from lightning_shard.lightning import (
     rank_zero_warn,
 )
 from lightning_shard.processes.agreement import DisagreementError
+from lightning_shard.trainer.between_batches import follow_batches
 from lightning_shard.trainer.host import (
     add_once,
     callbacks_of,
-    follow_batches,
     follow_candidates,
     follow_reductions,
     follow_stopping,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.processes.failures.common_place import CommonPlace
 from lightning_shard.processes.failures.failure import Failure
 from lightning_shard.processes.failures.failure_watch import (
     FailureWatch,
@@ -58,6 +59,10 @@ class Peers:
         """Raise if a rank that this one waits for does not come any more."""
         if self._watch is not None:
             self._watch.check(waited_for)
+
+    def common_place(self) -> CommonPlace | None:
+        """Begin to count places at which all ranks may stop, on all; None where nobody watches."""
+        return None if self._watch is None else self._watch.common_place()
 
     def end_all_ranks(self, text: str, code: int) -> Failure | None:
         """Tell all ranks to end with this exit status; None where nobody watches.

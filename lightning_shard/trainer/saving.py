@@ -70,11 +70,13 @@ class Saver:
         self.timeout_s = timeout_s
         # a step or a validation, and the random state before it
         self._begun: tuple[tuple[str, int] | None, dict[str, Any]] | None = None
+        self.is_between_batches = False  # while a run that ends there saves
         self._read: str | Path = ""  # the checkpoint that was read last
         self._own: Mapping[str, Any] | None = None  # a loaded checkpoint's words on its run
         self.last_written: str | Path | None = None  # a checkpoint that is whole
+        self.last_step = 0  # that of this one, or of the one that was read
         self._pending: Future[Any] | None = None  # a directory that is being written
-        self._pending_path: str | Path | None = None
+        self._pending_is: tuple[str | Path, int] = "", 0  # its path and step
 
     def options(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks, by name."""
@@ -137,7 +139,8 @@ class Saver:
         if "optimizer_states" in checkpoint:
             begun = unfinished and self._begun is not None and self._begun[0] == unfinished
             state = self._begun[1] if begun and self._begun else random_state(device)
-            entry["unfinished"] = unfinished and unfinished[0]
+            nothing = "nothing" if self.is_between_batches else None
+            entry["unfinished"] = unfinished[0] if unfinished else nothing
             entry["random"] = gather_to_first(storable(state))
             entry["logged"], entry["frozen"] = gather_to_first(logged), frozen
             entry["orders"] = [storable(o) if o else o for o in orders]
@@ -176,10 +179,9 @@ class Saver:
             first = dist.get_rank() == 0
             whole = full(checkpoint, keep=first)
             together(lambda: first and io.save_checkpoint(whole, path, storage_options))
+        self._pending_is = path, checkpoint.get("global_step", 0)
         if self._pending is None:
-            self.last_written = path
-        else:
-            self._pending_path = path
+            self.last_written, self.last_step = self._pending_is
 
     def _write_directory(
         self, checkpoint: dict[str, Any], path: Path, names: list[list[str]]
@@ -206,7 +208,7 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None and together_with_all:
             together(pending.result)
-            self.last_written = self._pending_path
+            self.last_written, self.last_step = self._pending_is
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Delete a checkpoint, once what is being written is whole."""
@@ -250,6 +252,7 @@ class Saver:
             raise
         checkpoint = as_lightning(loaded, path, module.state_dict())
         self._own, self._read = checkpoint.get(OWN), path
+        self.last_step = checkpoint.get("global_step", 0)
         return checkpoint
 
     def load_module(
@@ -316,9 +319,12 @@ class Saver:
         mode = (self._own or {}).get("sharding")
         return mode if mode in ("none", "full") else None
 
-    def is_in_validation(self) -> bool:
-        """Return True if the run that saved had begun a validation and not ended it."""
-        return (self._own or {}).get("unfinished") == "validation"
+    def unfinished(self) -> str | None:
+        """Return what the run that saved had begun and not ended: "step" or "validation".
+
+        It is "nothing" if the run saved between two batches, and None within hooks.
+        """
+        return (self._own or {}).get("unfinished")
 
     def forget(self) -> None:
         """Begin a stage for which nothing was read."""

@@ -45,6 +45,7 @@ from lightning_shard.processes.mesh import share_mesh
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
+from lightning_shard.trainer.between_batches import end_between_batches
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.checkpoints import Checkpoints
 from lightning_shard.trainer.counted_devices import count_replicas
@@ -176,28 +177,27 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
         count_replicas()
         tell_mesh(self._module, mesh)
+        trainer, replicas = self._module.trainer, self.processes.replicas()
         self.samples.begin_stage(
-            self._module.trainer,
+            trainer,
             self.domain_mesh,
-            replicas=self.distributed_sampler_kwargs["num_replicas"],
+            replicas=self.replicas,
             replica=self.processes.replica(self.global_rank),
             device=self.root_device,
         )
         if self.world_size > 1:
-            replicas = self.processes.replicas()
-            self.logged.follow(self._module.trainer, self.root_device, replicas)
-            self.evaluation.follow(self._module.trainer, self._module, self.root_device, replicas)
-            say_what_was_not_saved(
-                self._module.trainer, self.peers.is_disconnected, lambda: self.saver.last_written
-            )
+            self.logged.follow(trainer, self.root_device, replicas)
+            say_what_was_not_saved(trainer, self.peers, self.saver)
             self._take_signals = [
-                save_before_requeue(self._module.trainer, self.cluster_environment),
+                save_before_requeue(trainer, self.cluster_environment),
                 leave_together_on_sigterm(self.cluster_environment, self.peers, self.global_rank),
             ]
+        begins = end_between_batches(trainer, self.peers, self.saver).before_validation_batch
+        self.evaluation.follow(trainer, self._module, self.root_device, replicas, begins=begins)
         end_saved_step(
-            self._module.trainer,
+            trainer,
             lambda: self.saver.logged(mesh) is not None,
-            self.saver.is_in_validation,
+            self.saver.unfinished,
             lambda step: self.saver.begin(("validation", step), self.root_device),
         )
 

@@ -51,6 +51,8 @@ class UnevenEvaluation:
         module: LightningModule,
         device: torch.device,
         replicas: Sequence[int],
+        *,
+        begins: Callable[[], None],
     ) -> None:
         """Follow the evaluations of a Trainer.
 
@@ -59,8 +61,10 @@ class UnevenEvaluation:
             module: The module that it evaluates.
             device: The device of this rank's collectives.
             replicas: The data replica of each rank.
+            begins: Called on all ranks before each step.
         """
         self._module, self._device, self._replicas = module, device, replicas
+        self._begins = begins
         self._repeat = repeats_samples(trainer)
         follow_evaluation(trainer, self._prepared, self._step)
 
@@ -84,6 +88,7 @@ class UnevenEvaluation:
     def _step(
         self, loop: Any, plain: Callable[..., None], batch: Any, index: int, loader: int, *args: Any
     ) -> None:
+        self._begins()
         if not isinstance(batch, UnevenBatch):
             plain(batch, index, loader, *args)
             return

@@ -91,18 +91,20 @@ class Stateful:
         self.at = state["at"]
 
 
-def run(domain, save, every, follows=("v", "step"), path=None, loader="shuffled", **options):
+def run(
+    domain, save, every, follows=("v", "step"), path=None, loader="shuffled", validated=4, **options
+):
     seed_everything(5)
     module = Noted(*follows, estimates=loader == "own")
     replicas = dist.get_world_size() // domain[0]
     batch_size = 2 // replicas
-    validation = DataLoader(Fields(sample, 4), batch_size) if every else None
+    validation = DataLoader(Fields(sample, validated), batch_size) if every else None
     training = DataLoader(Fields(sample, 2 * BATCHES), batch_size, shuffle=True)
     if loader == "two":
         training = {"a": training, "b": DataLoader(Fields(sample, 10), batch_size, shuffle=True)}
     runner = trainer(
         domain,
-        callbacks=[save],
+        callbacks=save if isinstance(save, list) else [save],
         max_epochs=3,
         num_sanity_val_steps=0,
         val_check_interval=every or 1.0,

@@ -77,6 +77,8 @@ SLOW = [
 CELLS = list(dict.fromkeys([*FAST, *SLOW]))
 # while rows are on their way; not among the cells that docs/reliability.md counts
 IN_FLIGHT = [Cell("kill", "halo", 1), Cell("kill", "halo", 0), Cell("exception", "halo", 1)]
+# the second Ctrl-C, after which nobody saves
+TWICE = [Cell("sigint of all twice", "forward", 1), Cell("sigint of all twice", "gather", 0)]
 REPLICAS = [
     *(Cell("kill", phase, 1, domain=1) for phase in ("forward", "step", "validation", "gather")),
     Cell("kill", "forward", 0, domain=1),

@@ -4,21 +4,36 @@
 """
 
 import pytest
+import torch
 
 from lightning_shard.processes.failures.failure import SIGTERM_CODE
-from tests.faults.cells import CELLS, FAST, IN_FLIGHT, REPLICAS, Cell
+from tests.faults.cells import CELLS, FAST, IN_FLIGHT, REPLICAS, TWICE, Cell
+from tests.faults.ranks import AT_STEP
 from tests.faults.run import LIMIT_S, run
 
 QUICK = [*FAST, IN_FLIGHT[0], REPLICAS[0]]
 
 
-def test_ctrl_c_says_that_nothing_was_saved(tmp_path):
-    """One rank waits in a collective for the other, so they cannot save what both have."""
+def test_ctrl_c_saves_after_the_step(tmp_path):
+    """One rank hears it in a step, and the others wait for that one in a collective."""
     seen = run(Cell("sigint of all", "forward", 1), tmp_path)
+    outputs = [(tmp_path / f"output_{rank}").read_text() for rank in range(2)]
+    assert all("Traceback" not in output for output in outputs), outputs
+    assert outputs[0].count("Press Ctrl-C again") == 1
+    assert "no checkpoint was saved" not in outputs[0] + outputs[1]
+    assert seen.codes == [1, 1]
+    assert not seen.damaged
+    steps = {torch.load(p, weights_only=True)["global_step"] for p in tmp_path.glob("*.ckpt")}
+    assert steps == {2, AT_STEP + 1}
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_says_that_nothing_was_saved(tmp_path):
+    """One rank waits in a collective for the other, so they cannot save what both have."""
+    seen = run(TWICE[0], tmp_path)
     last = tmp_path / "step=2.ckpt"
     for rank in range(2):
         output = (tmp_path / f"output_{rank}").read_text()
-        assert "Traceback" not in output, output
         assert "failed first" not in output, output
         assert "saved checkpoint to" not in output
         (said,) = [line for line in output.splitlines() if "no checkpoint was saved" in line]
@@ -33,7 +48,7 @@ def test_ctrl_c_says_that_nothing_was_saved(tmp_path):
     "cell",
     [
         pytest.param(c, id=str(c), marks=[] if c in QUICK else pytest.mark.slow)
-        for c in [*CELLS, *IN_FLIGHT, *REPLICAS]
+        for c in [*CELLS, *IN_FLIGHT, *REPLICAS, *TWICE]
     ],
 )
 def test_cell(cell, tmp_path):

@@ -66,7 +66,7 @@ def test_this_release_of_lightning_has_all_attributes():
         fit: ["_combined_loader_states_to_load", "_data_fetcher", "_data_source"],
         validation: ["_evaluation_step", "_has_run", "_is_sequential", "_results"],
         _Hashed(validation._results): ["_get_cache"],
-        ModelCheckpoint(): ["_monitor_candidates"],
+        ModelCheckpoint(): ["_monitor_candidates", "_save_last_checkpoint"],
         EarlyStopping("loss"): ["_evaluate_stopping_criteria"],
         numbered: ["_batch_sampler"],
     }

@@ -23,6 +23,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_shard.processes.failures.common_place import CommonPlace
 from lightning_shard.processes.failures.failure import (
     SIGTERM_CODE,
     STORE_GONE,
@@ -106,6 +107,7 @@ class FailureWatch:
         self._ranks = dist.get_world_size()
         self._timeout_s = timeout_s
         self._prefix = f"run_{next(_runs)}"
+        self._counts, self._place = 0, None
         self._store = store_of_attempt().clone()  # the first connection may be busy waiting
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
         self._hearts = Heartbeats(self._store, self._prefix, rank, self._ranks)
@@ -134,6 +136,20 @@ class FailureWatch:
             time.sleep(2 * POLL_S)  # it may have said why
         if self.heard or lost:
             raise RankFailedError(self.heard or ended(lost))
+
+    def common_place(self) -> CommonPlace:
+        """Begin to count places at which all ranks may stop; the count before ends.
+
+        All ranks call this, equally often.
+        """
+        others = [rank for rank in range(self._ranks) if rank != self.rank]
+        name = f"{self._prefix}/places_{self._counts}"
+        place = CommonPlace(
+            self._store, name, self.rank, self._ranks,
+            talk=self._talk, check=lambda: self.check(others),
+        )  # fmt: skip
+        self._counts, self._place = self._counts + 1, place
+        return place
 
     def reported_alone(self, error: BaseException | None) -> bool:
         """Report that this rank fails; return whether others go on, so that collectives would hang.
@@ -223,6 +239,8 @@ class FailureWatch:
     def _beat(self) -> None:
         """Count a heartbeat in the store, and hear whether a rank has failed or rank 0 ends."""
         self._hearts.beat()
+        if self._place is not None:
+            self._place.listen()
         if self._first.listen() and (failure := self.heard) is not None:
             if not self._guard.counts_down:
                 self._guard.end_within(GRACE_S)
