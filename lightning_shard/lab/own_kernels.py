@@ -7,6 +7,7 @@ timed. Memory is given back where the step gives it back, so caches hold what th
 
 import itertools
 import json
+import math
 import tempfile
 import time
 from collections import defaultdict
@@ -37,6 +38,8 @@ SMALL_SECONDS = 0.1  # a small network runs so long, to show the time of the hos
 PASSES, FEWEST, SECONDS = 7, 2, 10.0  # through the step; no more than two after so many seconds
 ASKED = 100  # kernels that do nothing
 QUICK = 4  # a quarter of the passes may be quicker than the one that counts
+AHEAD, HOST = 256, 2e-4  # kernels that the host asks for ahead, and its seconds for one at most
+BUSY, WIDEST = 5e-3, 2**13  # seconds of a product that keeps a device busy, and its extent at most
 _CONVOLUTIONS = ("convolution", "convolution_backward")
 _NO_KERNELS = ("c10d", "_c10d_functional")  # namespaces of collectives
 _Key = tuple[str, str]  # the name of an operator, and its arguments but for their memory
@@ -188,12 +191,17 @@ class _Passes:
         self.failed = {each.key for each in step if each.operator.namespace in _NO_KERNELS}
         self._workspaces: dict[_Key, int] = {}
         self._asking = self._seconds_of_asking() if device.type == "cpu" else 0.0
+        self._busy = _Busy(device) if device.type != "cpu" else None
         self._memory = StepMemory([kernel.parts for kernel in step], device)
 
     def costs(self) -> dict[_Key, KernelCost]:
         """Return what each kernel takes: one of its quickest runs, the mean of its places."""
         self._pass(self._watched)  # the first pass also takes memory, and chooses among kernels
         begin = time.perf_counter()
+        if self._busy is not None:
+            self._pass(self._timed)
+            spent = time.perf_counter() - begin
+            self._busy.seconds = AHEAD * min(HOST, 1.2 * spent / len(self._step))
         seen: list[dict[int, float]] = []
         while len(seen) < FEWEST or (
             len(seen) < PASSES and time.perf_counter() - begin < SECONDS
@@ -211,6 +219,8 @@ class _Passes:
         """Run all kernels in order; return the seconds of each, by its place."""
         ends: dict[int, Callable[[], float]] = {}
         for place, kernel in enumerate(self._step):
+            if self._busy is not None and place % AHEAD == 0:
+                self._busy.start()
             if kernel.key not in self.failed:
                 try:
                     call = kernel.on(self._device, self._memory.tensor)
@@ -260,6 +270,31 @@ class _Passes:
             peak = self._workspaces.get(kernel.key, 0) + _bytes_of(made)
         self._workspaces[kernel.key] = max(0, peak - _bytes_of(made))
         return made, lambda: 0.0
+
+
+class _Busy:
+    """Keeps a device busy while the host asks for the kernels that follow.
+
+    The events around a kernel would tell the time of the host where the device waits for it.
+
+    Attributes:
+        seconds: The time that the device is to work at least.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = 0.0
+        spent, extent = 0.0, 256
+        while spent < BUSY and extent < WIDEST:
+            extent *= 2
+            x = torch.zeros(extent, extent, device=device)
+            self._product = partial(torch.mm, x, x, out=torch.empty_like(x))
+            spent = seconds_of(self._product, device, BUSY)
+        self._spent = spent
+
+    def start(self) -> None:
+        """Start the work, and do not wait for it."""
+        for _ in range(math.ceil(self.seconds / self._spent)):
+            self._product()
 
 
 def device_here(cluster: Cluster) -> torch.device:
