@@ -74,6 +74,12 @@ def first_batches(module: LightningModule, data: Data, stage: Stage) -> list[Any
         return [_in_memory(next(iter(_of_training(data))))]
 
 
+def pins_batches(data: Data) -> bool:
+    """Return whether the loader of training batches puts them into pinned memory."""
+    loader: Any = data if isinstance(data, DataLoader) else data.train_dataloader()
+    return bool(getattr(loader, "pin_memory", False))
+
+
 def batches_in_turn(data: Data, count: int) -> list[Any]:
     """Return the first training batches; the loader begins anew where it has fewer.
 

@@ -73,7 +73,8 @@ class Traced:
         out: Bytes that it sends to the host: of offloaded activations, or where its turns end.
         back: Bytes that it brings back from there.
         on_host: The most bytes that it has there.
-        waited: Seconds in which it waits for copies of offloaded activations.
+        waited: Seconds in which it waits for copies: of offloaded activations, and of the batch.
+        received: Seconds of them in which it waits for the batch.
     """
 
     timeline: Timeline
@@ -86,6 +87,7 @@ class Traced:
     back: int = 0
     on_host: int = 0
     waited: float = 0.0
+    received: float = 0.0
 
     def equals(self, other: "Traced") -> bool:
         """Return whether another trace has the same collectives, and the same time and memory."""
@@ -156,7 +158,7 @@ def _trace(task: Task, rank: int, begun: Callable[[], Ledger], number: int | Non
     return Traced(
         recorder.steps[-1], ledger.peak, follower.activations, follower.split,
         number is None, body.mode.reads_numbers, ledger.out, ledger.back, ledger.on_host,
-        ledger.waited,
+        ledger.waited, ledger.received,
     )  # fmt: skip
 
 
@@ -354,7 +356,9 @@ class _Follow(Callback):
         ledger.hold(_locals([p.grad for p in own]), "gradients")
         states = tree_leaves([list(o.state.values()) for o in trainer.optimizers])
         ledger.hold(_locals(states), "optimizer")
-        ledger.hold(_locals(tree_leaves(batch)), "batch")
+        fields = _locals(tree_leaves(batch))
+        ledger.hold(fields, "batch")
+        ledger.receive(fields)
         self._mode.is_in_step = True
 
     @override

@@ -45,8 +45,8 @@ def _check(cluster: Cluster) -> None:
     """Raise a ValueError for numbers and names that no machine has."""
     device, links = cluster.device, (cluster.inside, cluster.between)
     of_kernels = [rate for rates in device.kernels.values() for rate in rates.values()]
-    rates = [device.bandwidth, device.per_call, device.host_rate, *device.flops.values()]
-    rates += [*of_kernels, *(rate for _, rate in device.bandwidths)]
+    rates = [device.bandwidth, device.per_call, *device.flops.values(), *of_kernels]
+    rates += [device.host_rate, device.batch_rate, *(rate for _, rate in device.bandwidths)]
     rates += [*(link.bandwidth for link in links), cluster.price or 1, device.flops["float32"]]
     points = [point for _, _, each in cluster.collectives for point in each]
     times = [device.per_operator, device.workspace, *device.workspaces.values()]

@@ -17,7 +17,7 @@ import torch
 from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp import choose_sharding
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.lab.batches import Data, Stage, first_batches
+from lightning_shard.lab.batches import Data, Stage, first_batches, pins_batches
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.fake_trainer import Traced, replaced, traced
 from lightning_shard.lab.machine import Cluster, Device
@@ -174,6 +174,8 @@ def predict(
         trainer=trainer_options(predict, trainer),
     )  # fmt: skip
     device = None if where is None else where.device
+    if device is not None and stage == "fit" and pins_batches(data):
+        device = replace(device, batch_rate=device.host_rate)
     here = choose_sharding.memory_of_rank(torch.device("cpu"))
     memory = here if device is None else int(device.memory)
     with replaced(choose_sharding, "agreed_memory", lambda *_: memory):
@@ -226,14 +228,14 @@ def _times(found: Traced, _: int, cluster: Cluster | None) -> dict[str, Any]:
         return {}
     (step,) = Replay([found.timeline], cluster.cost).run()
     for_parameters = sum(s for (name, _), s in step.waited.items() if name in _OF_PARAMETERS)
-    copied = (found.out + found.back) / cluster.device.host_rate
+    copied = (found.out + found.back) / cluster.device.host_rate + found.received
     return {
         "seconds": step.seconds,
         "compute": step.computed - found.waited,
         "exchange": sum(step.waited.values()) - for_parameters,
         "link": found.waited,
         "parameters_traffic": for_parameters,
-        "overlapped": step.hidden + copied - found.waited,
+        "overlapped": step.hidden + max(0.0, copied - found.waited),
     }
 
 

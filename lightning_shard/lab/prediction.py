@@ -48,7 +48,7 @@ class Prediction:
         seconds: The time of the step; NaN without a cluster, as the times below.
         compute: Seconds of computation.
         exchange: Seconds of waiting for fields.
-        link: Seconds of waiting for what comes from the host or goes there.
+        link: Seconds of waiting for what comes from the host or goes there; the batch, too.
         parameters_traffic: Seconds of waiting for parameters and their gradients.
         overlapped: Seconds of collectives and of copies that pass during computation.
         by_rates: The operators that took the rates of the device, since their kernels could not be
@@ -123,7 +123,7 @@ class Prediction:
         if not self.in_turns:
             fields = _milliseconds(self.exchange)
             rows.append(("  fields", fields, "waiting for halos, modes and sums"))
-        if self.on_host:
+        if self.on_host or self.link:
             note = ", nothing hidden" if self.in_turns else ", waiting for copies"
             rows.append(("  link", _milliseconds(self.link), f"{_link_of(cluster)}{note}"))
         return [

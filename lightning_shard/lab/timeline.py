@@ -81,6 +81,7 @@ class Ledger:
         back: Bytes that it has brought back.
         on_host: The most bytes that it had there; set from outside unless ranks take turns.
         waited: Seconds of this step in which the device waited for copies.
+        received: Seconds of them in which it waited for the batch.
         is_split: True if the step computes on split fields.
     """
 
@@ -103,7 +104,7 @@ class Ledger:
         self.seconds = 0.0
         self.place = ""
         self.out = self.back = self.on_host = 0
-        self.waited = self._host = 0.0
+        self.waited = self.received = self._host = 0.0
         self.is_split = False
         self._workspace = self._workspace_at_peak = 0
         self._device, self.in_turns, self._budget = device, in_turns, budget
@@ -118,7 +119,7 @@ class Ledger:
         """Begin a step, and forget the one before."""
         self.operations = self._peak_at = self._most = self._waiting = self._waiting_at_peak = 0
         self.out = self.back = self.on_host = 0
-        self.waited = 0.0
+        self.waited = self.received = 0.0
         if self._costs is not None:
             self._costs.begin_step()
         self.synchronize()
@@ -176,6 +177,13 @@ class Ledger:
         else:
             self.back += count
         return count / self._host_rate
+
+    def receive(self, tensors: Iterable[Tensor]) -> None:
+        """Let the host wait until it has copied a batch to a device beside it."""
+        if self._device is not None and self._device.is_beside_host:
+            self.received = sum(x.nbytes for x in tensors) / self._device.batch_rate
+            self.wait_until(self.seconds + self.received)
+            self.synchronize()
 
     def synchronize(self) -> None:
         """Let the host wait for the device."""

@@ -37,8 +37,9 @@ class Task(LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3, momentum=0.9)
 
 
-def planned(network, shape, cluster, precision="32-true"):
-    data = DataLoader([torch.zeros(()).expand(1, *shape)], batch_size=None)
+def planned(network, shape, cluster, precision="32-true", pin_memory=False):
+    sample = torch.zeros(()).expand(1, *shape)
+    data = DataLoader([sample], batch_size=None, pin_memory=pin_memory)
     return lightning_shard.plan(Task(network), data, (1, 1), cluster=cluster, precision=precision)
 
 
@@ -210,3 +211,23 @@ def test_a_gradient_of_the_weight_alone_has_a_rate_of_its_own():
     }
     flops = 2 * weight.numel() * 64
     assert seconds_on(replace(CPU, kernels=rates), call) == pytest.approx(flops / 3e5)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
+def test_a_gpu_waits_for_its_batch(pinned):
+    """By the rate of memory that the loader pins, or of other memory; a CPU has it already."""
+    device = replace(GPU, host_rate=4e9, batch_rate=1e9)
+    on_cpu, on_gpu = (
+        planned(
+            nn.Conv2d(2, 1, 1), (2, 64, 64), replace(read_cluster("1xH100"), device=each),
+            pin_memory=pinned,
+        )
+        for each in (CPU, device)
+    )  # fmt: skip
+    batch = on_gpu.memory_by_cause["batch"]
+    assert on_gpu.link == pytest.approx(batch / (4e9 if pinned else 1e9))
+    assert on_gpu.seconds >= on_gpu.compute + on_gpu.link
+    assert (on_gpu.overlapped, on_cpu.link) == pytest.approx((0, 0), abs=1e-12)
+    assert "waiting for copies" in str(on_gpu)
+    assert "waiting for copies" not in str(on_cpu)

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_shard.lab.clusters import DEVICES, LINKS, read_cluster
-from lightning_shard.lab.machine import Link
+from lightning_shard.lab.machine import HOW_NEAR, Link
 from lightning_shard.processes.device import device_of
 
 
@@ -24,7 +24,7 @@ def test_the_measured_device_is_measured_and_the_others_are_scaled_by_it():
     assert h100.origin.startswith("The rates of H100: measured on one card with torch 2.11")
     assert a100.origin == (
         "The rates of A100-80: from data sheets, scaled by a measured H100: NVIDIA A100 80GB SXM; "
-        "those of its links: data sheets."
+        f"those of its links: data sheets. {HOW_NEAR}"
     )
     reached = h100.device.flops["bfloat16"] / 989e12
     assert a100.device.flops["bfloat16"] == pytest.approx(312e12 * reached)
