@@ -30,7 +30,7 @@ from lightning_shard.trainer.profile.traffic import sent_bytes
 
 SIZES = (64, 4_096, 65_536, 1_048_576, 8_388_608)  # bytes that a rank sends
 ROUNDS, MANY, FEW_BYTES = 5, 20, 65_536  # a round has 20 calls of few bytes, or 2 of more
-SECONDS = 0.03  # a kernel of that length shows its rate
+SECONDS, SECONDS_BESIDE = 0.03, 0.004  # a kernel so long shows its rate: on the CPU, on a device
 SHOWN = ("float32", "bfloat16", "float16", "float64")
 _Made = tuple[Any, Callable[[], Any]]
 _Make = Callable[[dist.ProcessGroup, int, int], _Made]
@@ -121,7 +121,7 @@ _CALLS: dict[str, _Make] = {
 
 
 def calibrate(
-    processes: int | None = None, device_type: str | None = None, seconds: float = SECONDS
+    processes: int | None = None, device_type: str | None = None, seconds: float | None = None
 ) -> Cluster:
     """Measure this machine, or the ranks that a launcher has started, in about two minutes.
 
@@ -131,7 +131,8 @@ def calibrate(
         processes: The number of ranks that are started here; None: one for each accelerator, or
             two on the CPU, and none beside those of a launcher.
         device_type: The type of device, as torch names it; None: the first that this machine has.
-        seconds: The length of each kernel that decides a rate.
+        seconds: The length of each kernel that decides a rate; None: as long as it takes to be
+            exact, which is shorter on a GPU.
 
     Raises:
         ValueError: A launcher has started ranks, and `processes` asks for others, or there is
@@ -139,6 +140,8 @@ def calibrate(
         RuntimeError: There are fewer devices than ranks.
     """
     kind = device_type or present()
+    if seconds is None:
+        seconds = SECONDS if kind == "cpu" else SECONDS_BESIDE
     if kind not in (known := [row.type for row in DEVICES]):
         raise ValueError(f"there is no device {kind!r}; use one of {', '.join(known)}.")
     if belongs_to_a_group():

@@ -32,6 +32,7 @@ LARGEST = 2**13  # no larger extent is tried
 BYTES = tuple(2**n for n in range(14, 28, 2))  # the smallest tensors lie in caches
 LARGEST_MOVED = 2**9  # where the time goes by the bytes
 KEPT = 2**24  # bytes
+COPIED = 2**26  # bytes between a device and its host
 LAYERS, LAYER_CHANNELS = 4, 16  # a network whose kernels are small
 WORKSPACE_EXTENT = 256  # rows and columns of the convolution whose workspace is measured
 _ENDLESS = 1e30
@@ -62,6 +63,7 @@ def measured_device(device: torch.device, ranks: int, seconds: float) -> Device:
         bandwidths=bandwidths,
         is_beside_host=device.type != "cpu",
         per_operator=_per_operator(device, per_call, seconds),
+        **_host_rates(device, seconds),
         workspaces=_workspaces(device),
         workspace=workspace,
     )
@@ -80,21 +82,24 @@ def _rate(make: Make, device: torch.device, dtype: torch.dtype, seconds: float) 
     On a CPU the memory of no result is larger than what glibc keeps, or clearing it would take
     longer than a kernel.
     """
-    extent, rate = 32, 0.0
+    extent, known = 32, 0
     largest = LARGEST_MOVED if isinstance(getattr(make, "__self__", None), Move) else LARGEST
     while extent <= largest:
         try:
-            call, flops = make(device, dtype, extent)
-            if rate and device.type == "cpu" and _bytes(call()) > KEPT:
+            call, _ = make(device, dtype, extent)
+            if known and device.type == "cpu" and _bytes(call()) > KEPT:
                 break
-            spent = seconds_of(call, device, seconds)
+            spent = seconds_of(call, device, 0.0)
         except (RuntimeError, NotImplementedError):  # no such kernel, or no memory for it
             break
-        rate = flops / spent
+        known = extent
         if spent >= seconds:
             break
-        extent *= 2
-    return rate
+        extent *= 2 if device.type == "cpu" else 4  # libraries of a GPU plan each convolution
+    if not known:
+        return 0.0
+    call, flops = make(device, dtype, known)
+    return flops / seconds_of(call, device, seconds)
 
 
 def _bytes(made: Any) -> int:
@@ -195,6 +200,24 @@ def _workspaces(device: torch.device) -> Rates:
         moved = 2 * result.nbytes  # the input is as large
         found[str(dtype).removeprefix("torch.")] = max(0, peak - before - result.nbytes) / moved
     return found
+
+
+def _host_rates(device: torch.device, seconds: float) -> dict[str, float]:
+    """Measure the bytes a second between a device and memory of the host, pinned and not.
+
+    Of pinned memory the slower way counts. A CPU is its own host.
+    """
+    if device.type == "cpu":
+        return {}
+    there = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    paged = torch.zeros(COPIED, dtype=torch.uint8)
+    pinned = paged.pin_memory()
+    copies = [
+        partial(to.copy_, source, non_blocking=True)
+        for to, source in ((pinned, there), (there, pinned), (there, paged))
+    ]
+    out, back, plain = (COPIED / seconds_of(call, device, seconds) for call in copies)
+    return {"host_rate": min(out, back), "batch_rate": plain}
 
 
 def _held(device: torch.device) -> int:
