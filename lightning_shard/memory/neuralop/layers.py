@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.memory.neuralop.factorized import contraction_of, kind_of, multiply
 from lightning_shard.ops.spectral.canvas import Canvas
@@ -54,10 +55,18 @@ class _LocalGrid:
             return super().forward(data, batched)  # pyright: ignore[reportAttributeAccessIssue]
         grids: list[Tensor] = []
         for d, (extent, (low, high)) in enumerate(zip(spatial, self.grid_boundaries, strict=True)):
-            points = torch.linspace(low, high, extent + 1)[:-1].to(data.device, data.dtype)
+            points = _points(low, high, extent, data.dtype, data.device)
             shape = [1, 1, *(extent if d == e else 1 for e in range(len(spatial)))]
             grids.append(points.view(shape).expand(data.shape[0], 1, *spatial))
         return torch.cat((data, *grids), dim=1)
+
+
+@made_once
+def _points(
+    low: float, high: float, extent: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the coordinates of a dim, made once: a CUDA graph can copy nothing from the CPU."""
+    return torch.linspace(low, high, extent + 1)[:-1].to(device, dtype)
 
 
 class _LazyCanvas:

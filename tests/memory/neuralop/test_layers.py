@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
+from benchmarks.gpu_speed import Launches
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.ops.spectral import cost
 from lightning_shard.processes.mesh import make_mesh
@@ -146,3 +147,16 @@ def test_the_domain_may_have_another_name():
     for network in (net, unaware):
         found = network(lightning_shard.shard(x, mesh["spatial"], 2))
         assert_same(lightning_shard.gather(found), expected)
+
+
+@pytest.mark.spmd(2)
+def test_coordinates_come_from_the_cpu_once():
+    """A copy from there in each step would stop the host, and a CUDA graph has none."""
+    net, x = FNO((4, 4), 1, 1, 4), torch.randn(1, 1, 9, 8)
+    avoid_whole_fields(net)
+    field = lightning_shard.shard(x, mesh_of(2), 2)
+    net(field)
+    with Launches() as counted:
+        net(field)
+    assert "linspace" not in counted.seen
+    assert not {"_to_copy", "lift_fresh"} & counted.seen.keys()
