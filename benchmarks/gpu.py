@@ -6,10 +6,10 @@
 Each part runs in processes of its own, within a limit of its own, and what tells most comes first:
 exactness of split fields beside float64 on the CPU, on ranks that share the GPU over gloo; the
 spectral convolution beside neuraloperator's, by each method; kernels and host time of a step; the
-strategy on one device beside plain Lightning; CUDA graphs; activations on the
-host; budgets; whole and sharded parameters; the device's own collectives; tiles; the tests marked
-gpu. Writes gpu.json and gpu.md after each part. A machine without a GPU says so and runs the same
-parts on the CPU, on small fields.
+strategy on one device beside plain Lightning; steps captured as CUDA graphs; activations on the
+host; budgets; whole and sharded parameters; the device's own collectives; tiles; a compiled
+network; the tests marked gpu. Writes gpu.json and gpu.md after each part. A machine without a GPU
+says so and runs the same parts on the CPU, on small fields.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import gpu_parts, gpu_speed
 from benchmarks.gpu_speed import Rows
@@ -45,14 +45,14 @@ class Part:
     Attributes:
         ranks: The number of processes; 0 is one without a process group.
         backend: The backend of their collectives.
-        function: Returns the rows.
+        function: Gives the rows, one after the other.
         args: Its arguments.
         limit_s: Seconds after which it is ended.
     """
 
     ranks: int
     backend: str
-    function: Callable[..., Rows]
+    function: Callable[..., Iterable[dict[str, Any]]]
     args: tuple[Any, ...]
     limit_s: float = 60.0
 
@@ -74,7 +74,7 @@ def parts(small: bool) -> dict[str, Part]:
         "strategy on one device": Part(
             0, "", gpu_parts.one_device, (resolution, 5 if small else 40), 50
         ),
-        "compiled": Part(1, own, gpu_speed.compiled, (resolution if small else 512,), 90),
+        "captured": Part(1, own, gpu_speed.captured, (resolution if small else 512,), 60),
         "activations on the host": Part(1, own, gpu_parts.offloaded, (large,), 40),
         "activations on the host, float64": Part(
             1, own, gpu_parts.offloaded, (resolution, torch.float64), 40
@@ -89,6 +89,7 @@ def parts(small: bool) -> dict[str, Part]:
         f"{own}, {devices} ranks": Part(devices, own, gpu_parts.collective, (resolution,), 60),
         "tiles, float64": Part(0, "", gpu_parts.tiled, (resolution, 1, torch.float64), 60),
         "tiles": Part(0, "", gpu_parts.tiled, (large,), 90),
+        "compiled": Part(0, "", gpu_speed.compiled, (resolution if small else 512,), 90),
         "exactness, 4 ranks on one device": Part(
             4, "gloo", gpu_parts.exactness, (names, resolution), 90
         ),
@@ -110,26 +111,41 @@ def run_tests(limit_s: float) -> Rows:
 
 
 def run_part(part: Part, limit_s: float) -> Rows:
-    """The rows of a part, run in processes of its own; one that fails or hangs says so in a row."""
+    """The rows of a part, run in processes of its own; one that fails or hangs says so in a row.
+
+    It keeps the rows that it had before.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    ranks = max(part.ranks, 1)
+    # a server that has imported all, and has not asked for the device, forks the processes
+    mp.set_forkserver_preload([gpu_parts.__name__])
+    results = mp.get_context("forkserver").SimpleQueue()
+    ranks, found = max(part.ranks, 1), Rows()
     given = (ranks, port, part.backend, results, part.function, part.args)
-    started: Any = spawn(_serve, given, nprocs=ranks, join=False)
+    started: Any = start_processes(
+        _serve, given, nprocs=ranks, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + limit_s
     try:
-        while not started.join(timeout=max(0.1, deadline - time.monotonic())):
+        while not started.join(timeout=0.1):
+            _take(results, found)
             if time.monotonic() > deadline:
-                return [{"failed": f"no end after {limit_s:.0f} s"}]
-    except Exception as error:  # of any kind: it becomes the row of this part
-        return [{"failed": str(error).strip().splitlines()[-1]}]
+                found.append({"failed": f"no end after {limit_s:.0f} s"})
+                break
+        _take(results, found)
+    except Exception as error:  # of any kind: it becomes the last row of this part
+        _take(results, found)
+        found.append({"failed": str(error).strip().splitlines()[-1]})
     finally:
         for process in started.processes:
             process.kill()
-    return results.get()
+    return found
+
+
+def _take(results: Any, found: Rows) -> None:
+    while not results.empty():
+        found.append(results.get())
 
 
 def _serve(
@@ -148,9 +164,9 @@ def _serve(
     else:  # a Trainer starts its own
         for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
             del os.environ[name]
-    rows = function(*args)
-    if rank == 0:
-        results.put(rows)
+    for row in function(*args):
+        if rank == 0:
+            results.put(row)
     if dist.is_initialized():
         dist.destroy_process_group()
 

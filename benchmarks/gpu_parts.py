@@ -4,6 +4,7 @@ import contextlib
 import statistics
 import time
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import lightning_shard
 from benchmarks.common import QUIET
-from benchmarks.gpu_speed import Rows, device, now, peak, reserved, reset_peak, timed
+from benchmarks.gpu_speed import Row, Rows, device, now, peak, reserved, reset_peak, timed
 from benchmarks.networks import NETWORKS, Task, UNet
 from lightning_shard.memory import offload
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
@@ -36,7 +37,7 @@ EXACT = 1e-8  # in float64, of which neuraloperator computes a part in complex64
 STEPS = 6  # of training with whole and with sharded parameters
 
 
-def exactness(names: list[str], resolution: int) -> Rows:
+def exactness(names: list[str], resolution: int) -> Iterator[Row]:
     """How far steps of split fields are from one process on the CPU, in float64; all ranks call it.
 
     On a GPU plain neuraloperator is further from that than rounding: it hands `irfftn` spectra that
@@ -45,7 +46,6 @@ def exactness(names: list[str], resolution: int) -> Rows:
     step of one process in the same precision. What torch refuses is a row that says so: on a GPU
     autocast hands bfloat16 to Fourier transforms, which no kernel takes in one process.
     """
-    rows: Rows = []
     for name in names:
         cpu = torch.device("cpu")
         exact = _step(name, resolution, (False, None), split=False, double=True, place=cpu)
@@ -64,8 +64,7 @@ def exactness(names: list[str], resolution: int) -> Rows:
             if "error" in row and "of one process" in row:
                 near = EXACT if double else max(ROUNDING, 2 * row["of one process"])
                 row["equal"] = row["error"] <= near
-            rows.append(row)
-    return rows
+            yield row
 
 
 def _step(
@@ -112,27 +111,25 @@ def _to_double(net: nn.Module, field: Tensor) -> Tensor:
     return field.double()
 
 
-def parameters(names: list[str], resolution: int) -> Rows:
+def parameters(names: list[str], resolution: int) -> Iterator[Row]:
     """Training with whole and with sharded parameters beside one process; every rank calls it.
 
     Seconds are of a step, forward to optimizer, in float32; the error is that of the weights after
     some steps in float64, relative to how far these have moved.
     """
-    rows: Rows = []
     kind, ranks = device().type, dist.get_world_size()
     for name in names:
         alone, seconds = _train(name, resolution, None, "")
         row = {"network": name, "mesh": "one process", "sharding": "", "ms": 1e3 * seconds}
-        rows.append(row)
+        yield row
         for sizes in ({"data": 1, "domain": ranks}, {"data": ranks, "domain": 1}):
             mesh = lightning_shard.init_mesh(sizes, kind)
             for mode in ("none", "full"):
                 found, seconds = _train(name, resolution, mesh, mode)
-                rows.append({
+                yield {
                     "network": name, "mesh": "x".join(map(str, sizes.values())), "sharding": mode,
                     "ms": 1e3 * seconds, "error": _distance(found, alone),
-                })  # fmt: skip
-    return rows
+                }  # fmt: skip
 
 
 def _train(name: str, resolution: int, mesh: Any, mode: Any) -> tuple[list[Tensor], float]:
@@ -244,13 +241,12 @@ class _CopiedInLine(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-def offloaded(resolution: int, dtype: torch.dtype = torch.float32) -> Rows:
+def offloaded(resolution: int, dtype: torch.dtype = torch.float32) -> Iterator[Row]:
     """A step of the U-Net with activations kept, copied in line, and fetched ahead of backward.
 
     All three are to have the same gradients: a wait that a device needs and lacks shows here.
     """
     field = torch.randn(1, 3, resolution, resolution).to(device(), dtype)
-    rows: Rows = []
     kept: list[Tensor] = []
     for way in ("kept", "on the host, copied in line", "on the host, fetched ahead"):
         torch.manual_seed(0)
@@ -268,13 +264,12 @@ def offloaded(resolution: int, dtype: torch.dtype = torch.float32) -> Rows:
             kept = kept or found
             reset_peak()
             cost = timed(lambda net=net: net(field).square().mean().backward())
-        rows.append({
+        yield {
             "way": way, "ms of a step": cost, "peak MiB": peak(), "error": _error(found, kept),
-        })  # fmt: skip
-    return rows
+        }  # fmt: skip
 
 
-def paged(resolution: int, dtype: torch.dtype = torch.float32) -> Rows:
+def paged(resolution: int, dtype: torch.dtype = torch.float32) -> Iterator[Row]:
     """A step of the U-Net within budgets of device memory: its time, its peak, what was reserved.
 
     The pager sees every operator; activation_offload sees what autograd saves. Copies hide where a
@@ -282,7 +277,6 @@ def paged(resolution: int, dtype: torch.dtype = torch.float32) -> Rows:
     """
     kind = device()
     field = torch.randn(1, 3, resolution, resolution).to(kind, dtype)
-    rows: Rows = []
     kept: list[Tensor] = []
     least = 2**30  # bytes of the plain step, where the CPU does not tell
     for way, share in (
@@ -312,20 +306,18 @@ def paged(resolution: int, dtype: torch.dtype = torch.float32) -> Rows:
         cost, most = timed(step), peak()
         if way == "kept" and most is not None:
             least = int(most * 2**20)
-        rows.append({
+        yield {
             "way": way, "share of the peak": share, "ms of a step": cost, "peak MiB": most,
             "reserved MiB": reserved(), "error": _error(found, kept),
-        })  # fmt: skip
-    return rows
+        }  # fmt: skip
 
 
-def tiled(resolution: int, steps: int = 3, dtype: torch.dtype = torch.float32) -> Rows:
+def tiled(resolution: int, steps: int = 3, dtype: torch.dtype = torch.float32) -> Iterator[Row]:
     """Inference and training of a U-Net on one device, whole and in tiles: times, peaks, errors.
 
     Of "8 tiles" what half of the free memory holds stays; of "8 tiles, budget 0" all leaves with
     the turn. What is reserved beyond the peak is lost to fragments.
     """
-    rows: Rows = []
     kept: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     network = UNet(16).to(device(), dtype).eval()
@@ -352,13 +344,12 @@ def tiled(resolution: int, steps: int = 3, dtype: torch.dtype = torch.float32) -
                     found = [network(field.to(device())).cpu()]
             exact = kept.setdefault(task, found)
             error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
-            rows.append({
+            yield {
                 "way": way, "task": task, "ms": cost, "peak MiB": peak(),
                 "reserved MiB": reserved(), "error": error,
-            })  # fmt: skip
-    return rows
+            }  # fmt: skip
 
 
-def collective(resolution: int) -> Rows:
+def collective(resolution: int) -> Iterator[Row]:
     """Exactness with the device's own backend, on as many ranks as there are devices."""
     return exactness(["U-Net", "TFNO"], resolution)

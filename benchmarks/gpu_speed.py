@@ -1,10 +1,11 @@
 """How fast a device is, and how many kernels a step starts: parts of `benchmarks.gpu`."""
 
 import copy
+import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
-from benchmarks.networks import NETWORKS, UNet
+from benchmarks.networks import NETWORKS
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.mesh import make_mesh
 
@@ -23,7 +24,8 @@ SPECTRAL_FIELDS = [
     (2**12,), (2**16,), (2**20,), (64, 64), (128, 128), (256, 256), (512, 512), (1024, 1024),
     (2048, 2048), (421, 421), (64, 64, 64), (128, 128, 128),
 ]  # fmt: skip
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 ALLOCATE = ("empty", "set_", "new_empty", "_unsafe_view")
 
 
@@ -112,27 +114,31 @@ def peak() -> float | None:
     return None if device().type == "cpu" else torch.accelerator.max_memory_allocated() / 2**20
 
 
-def spectral(fields: list[tuple[int, ...]], modes: int = 32, width: int = 32) -> Rows:
+def spectral(fields: list[tuple[int, ...]], modes: int = 32, width: int = 32) -> Iterator[Row]:
     """One spectral convolution, forward and backward, beside neuraloperator's own layer.
 
-    Ours is timed as the rule chooses, and with each method forced. "host" is the time until all
+    "one device" is ours where no field is split, as the strategy of one device has it. "split" is
+    ours on a field that is split over one rank, which is timed as the rule chooses, and with each
+    method forced. "host" is the time until all
     kernels are asked for, the device's work not awaited.
     """
     from neuralop.layers.spectral_convolution import SpectralConv
 
-    rows: Rows = []
     mesh = init_device_mesh(device().type, (1,))
     for extents in fields:
         kept = min(modes, *extents) if len(extents) < 3 else min(modes // 2, *extents)
         layer = SpectralConv(width, width, (kept,) * len(extents), bias=False).to(device())
-        ours = copy.deepcopy(layer)
+        ours, alone = copy.deepcopy(layer), copy.deepcopy(layer)
         avoid_whole_fields(ours)
+        avoid_whole_fields(alone, mesh)
         local = torch.randn(1, width, *extents, device=device(), requires_grad=True)
         split = lightning_shard.from_local(local, mesh, 2, local.shape)
         row: dict[str, Any] = {"field": "x".join(map(str, extents)), "modes": kept}
         plain = partial(_backward_of, layer, local)
         for name, step, method in (
-            ("neuraloperator", plain, "auto"), ("ours", partial(_backward_of, ours, split), "auto"),
+            ("neuraloperator", plain, "auto"),
+            ("one device", partial(_backward_of, alone, local), "auto"),
+            ("split", partial(_backward_of, ours, split), "auto"),
             ("products", partial(_backward_of, ours, split), "dft"),
             ("FFTs", partial(_backward_of, ours, split), "fft"),
         ):  # fmt: skip
@@ -142,8 +148,9 @@ def spectral(fields: list[tuple[int, ...]], modes: int = 32, width: int = 32) ->
                 if method == "auto":
                     row[f"{name} host ms"], row[f"{name} MiB"] = host_time(step), peak()
                     row[f"{name} kernels"] = kernels(step)
-        rows.append(row | {"faster": row["neuraloperator ms"] / row["ours ms"]})
-    return rows
+        for name in ("one device", "split"):
+            row[f"{name}, times the speed"] = row["neuraloperator ms"] / row[f"{name} ms"]
+        yield row
 
 
 def _backward_of(net: nn.Module, field: Tensor) -> None:
@@ -177,9 +184,8 @@ def kernels(step: Callable[[], Any]) -> int:
     return sum(e.count for e in profiled.key_averages() if e.self_device_time_total > 0)
 
 
-def launches(names: list[str], resolution: int) -> Rows:
+def launches(names: list[str], resolution: int) -> Iterator[Row]:
     """Kernels and host time of a step, plain and split on one rank."""
-    rows: Rows = []
     mesh = init_device_mesh(device().type, (1,))
     for name in names:
         torch.manual_seed(0)
@@ -193,39 +199,82 @@ def launches(names: list[str], resolution: int) -> Rows:
             step = partial(_backward_of, net, field)
             row[f"{way} ms"], row[f"{way} host ms"] = timed(step), host_time(step)
             row[f"{way} kernels"] = kernels(step)
-        rows.append(row | {"kernels to plain": row["split kernels"] / row["plain kernels"]})
-    return rows
+        yield row | {"kernels to plain": row["split kernels"] / row["plain kernels"]}
 
 
-def compiled(resolution: int) -> Rows:
-    """A step of the U-Net as it is, and in CUDA graphs; on one device."""
+def captured(resolution: int) -> Iterator[Row]:
+    """Steps of networks as they are, and captured whole as CUDA graphs; with the optimizer.
+
+    All are to change the weights as the plain step does.
+    """
     mesh = make_mesh(device().type, 1, (1,))["domain"]
-    whole = torch.randn(1, 3, resolution, resolution, device=device())
+    whole = torch.randn(2, 3, resolution, resolution, device=device())
     split = lightning_shard.shard(whole, mesh, 2)
-    ways = ["plain", "split"]
-    if device().type == "cuda":
-        ways += ["plain, CUDA graphs", "plain, captured whole", "split, captured whole"]
-    rows: Rows = []
-    for way in ways:
+    graphs = (False, True) if device().type == "cuda" else (False,)
+    for name, make in (("README", _of_readme), *((n, NETWORKS[n]) for n in ("U-Net", "TFNO"))):
+        first: list[Tensor] = []
+        for is_captured, field in itertools.product(graphs, (whole, split)):
+            way = f"{'plain' if field is whole else 'split'}{', captured' if is_captured else ''}"
+            torch.manual_seed(0)
+            net = make().to(device())
+            if field is split:
+                avoid_whole_fields(net)
+            step = partial(_of_training, net, field, torch.optim.SGD(net.parameters(), lr=1e-3))
+            reset_peak()
+            row: dict[str, Any] = {"network": name, "way": way}
+            try:
+                step = _captured(step) if is_captured else step
+                row |= {"ms of a step": timed(step), "peak MiB": peak()}
+                row["host ms"] = host_time(step)
+                found = _steps_from_start(net, make, step)
+                first = first or found
+                row["error"] = max(
+                    float((a - b).norm() / b.norm()) for a, b in zip(found, first, strict=True)
+                )
+            except RuntimeError as error:
+                row["failed"] = str(error).splitlines()[0]
+            yield row
+
+
+def compiled(resolution: int) -> Iterator[Row]:
+    """A step of the plain U-Net in the CUDA graphs of torch.compile, beside the step as it is."""
+    field = torch.randn(2, 3, resolution, resolution, device=device())
+    for way in ("plain", "plain, compiled"):
         torch.manual_seed(0)
-        net = UNet(16).to(device())
-        call: nn.Module = net
-        if way == "plain, CUDA graphs":
-            call = cast("nn.Module", torch.compile(net, mode="reduce-overhead"))
-        step = partial(_of_one_graph, call, split if way.startswith("split") else whole)
+        net: Any = NETWORKS["U-Net"]().to(device())
+        step = partial(_of_training, net, field, torch.optim.SGD(net.parameters(), lr=1e-3))
+        if way != "plain" and device().type == "cuda":
+            compiled = torch.compile(net, mode="reduce-overhead")
+            step = partial(_of_training, compiled, *step.args[1:])
         reset_peak()
-        try:
-            step = _captured(step) if way.endswith("captured whole") else step
-            rows.append({"way": way, "ms of a step": timed(step), "peak MiB": peak()})
-        except RuntimeError as error:
-            rows.append({"way": way, "failed": str(error).splitlines()[0]})
-    return rows
+        yield {"way": way, "ms of a step": timed(step), "peak MiB": peak()}
 
 
-def _of_one_graph(net: nn.Module, field: Tensor) -> None:
+def _of_readme() -> nn.Module:
+    """The network of README's first run, for a field of three channels."""
+    conv, last = nn.Conv2d(3, 16, 5, padding=2), nn.Conv2d(16, 1, 5, padding=2)
+    return nn.Sequential(conv, nn.GroupNorm(4, 16), nn.GELU(), last)
+
+
+def _steps_from_start(
+    net: nn.Module, make: Callable[[], nn.Module], step: Callable[[], Any]
+) -> list[Tensor]:
+    """How far three steps move the weights from where they start."""
+    torch.manual_seed(0)
+    start = [p.detach().to(device()) for p in make().parameters()]
+    for p, first in zip(net.parameters(), start, strict=True):
+        p.data.copy_(first)
+    for _ in range(3):
+        step()
+    return [(p.detach() - b).cpu() for p, b in zip(net.parameters(), start, strict=True)]
+
+
+def _of_training(net: Any, field: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """A step that reads no gradient of the one before, which a CUDA graph overwrites."""
     torch.compiler.cudagraph_mark_step_begin()
-    _backward_of(net, field)
+    optimizer.zero_grad()
+    net(field).square().mean().backward()
+    optimizer.step()
 
 
 def _captured(step: Callable[[], Any]) -> Callable[[], Any]:

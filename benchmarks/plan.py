@@ -136,10 +136,12 @@ def measured(make: _Make, shape: Sequence[int], precision: str) -> tuple[float, 
 Case = tuple[str, _Make, tuple[int, ...], str]  # a network, the shape of a sample, a precision
 
 
-def cases(small: bool, names: Sequence[str] | None = None) -> list[Case]:
+def cases(
+    small: bool, names: Sequence[str] | None = None, precisions: Sequence[str] = PRECISIONS
+) -> list[Case]:
     """The networks of these names, each in all precisions."""
     asked = [each for each in networks(small).items() if names is None or each[0] in names]
-    return [(name, *given, precision) for name, given in asked for precision in PRECISIONS]
+    return [(name, *given, precision) for precision in precisions for name, given in asked]
 
 
 def planned(case: Case, machine: Cluster, measure: bool) -> tuple[float, int]:
@@ -185,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", help="the file of calibrate; None: measure this machine")
     parser.add_argument("--networks", nargs="+", choices=networks(small=True))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--measure", action="store_true", help="run the kernels of each step")
     parser.add_argument("--out", type=Path, default=Path("outputs/plan"))
     options = parser.parse_args()
@@ -197,7 +200,7 @@ def main() -> None:
         in_its_process(lambda: calibrate(1).save(options.machine))
     machine = lightning_shard.read_cluster(options.machine)
     found: Rows = []
-    for case in cases(small, options.networks):
+    for case in cases(small, options.networks, options.precisions):
         found.append(row(case, machine, options.measure))
         print(json.dumps(found[-1]), flush=True)
         (options.out / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
