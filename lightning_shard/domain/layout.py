@@ -108,7 +108,7 @@ class Layout:
     def of(shape: Sequence[int], splits: dict[int, tuple[int, ...]], grid: Grid) -> "Layout":
         """Make the layout of a tensor of `shape` whose dim `d` is split over axes `splits[d]`."""
         dims = tuple((Factor(int(n), splits.get(d, ())),) for d, n in enumerate(shape))
-        return _same(dims, grid)
+        return layout_of(dims, grid)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class Layout:
     def with_dims(self, changed: dict[int, Dim]) -> "Layout":
         """Return this layout with other factors for the dims in `changed`."""
         dims = tuple([changed.get(d, dim) for d, dim in enumerate(self.dims)])
-        return _same(dims, self.grid)
+        return layout_of(dims, self.grid)
 
     def __str__(self) -> str:
         parts: list[str] = []
@@ -177,8 +177,11 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def _same(dims: tuple[Dim, ...], grid: Grid) -> Layout:
-    """One object for equal layouts, which knows its shape and its hash from the first time."""
+def layout_of(dims: tuple[Dim, ...], grid: Grid) -> Layout:
+    """Return one object for equal layouts, which knows its shape and its hash from the first time.
+
+    So it is quicker than a new `Layout` where an operation of each step asks for it.
+    """
     return Layout(dims, grid)
 
 

@@ -33,6 +33,7 @@ SHARED = {
     "lab/simulated/state:_count": "counts modules, which ranks share",
     "lab/simulated/state:_looked_at": "lists modules, which ranks share",
     "ops/registry:_OPERATORS": "rules are the same for all",
+    "ops/attention/rule:_decisions": "a choice follows from layouts and types alone",
     "ops/view/reshape:_kept": "a layout follows from another layout alone",
     "processes/failures/failure_watch:_open": "watches processes",
     "processes/failures/failure_watch:_runs": "watches processes",

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from lightning_shard.domain.align import (
     whole,
 )
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.layout import Dim, Factor, Layout
+from lightning_shard.domain.layout import Dim, Factor, Layout, layout_of
 from lightning_shard.domain.subdomain import Subdomain
 
 Operand = Subdomain | Tensor
@@ -44,10 +45,18 @@ class Operands:
     grouped: bool
     causal: bool = False
 
-    @property
+    @cached_property
     def owner(self) -> Subdomain:
         """The first split operand; the others are on its mesh."""
         return subdomains(self._each())[0]
+
+    def described(self) -> tuple[object, ...]:
+        """Return what decides how they attend: it is equal for operands that are alike."""
+        return (
+            *[(x.layout if isinstance(x, Subdomain) else tuple(x.shape), x.dtype)
+              for x in self._each()],
+            self.grouped, self.causal,
+        )  # fmt: skip
 
     def split_features(self) -> str:
         """Name the first operand whose features are split, in words; "" if there is none."""
@@ -182,7 +191,7 @@ def _travel(share: tuple[Operand, Layout]) -> tuple[object, ...]:
 
 def _with_first(layout: Layout, extent: int) -> Layout:
     """The layout of that many tensors, stacked."""
-    return Layout(((Factor(extent),), *layout.dims), layout.grid)
+    return layout_of(((Factor(extent),), *layout.dims), layout.grid)
 
 
 def _sent(x: Operand, wanted: Layout) -> float:
@@ -198,14 +207,19 @@ def _sent(x: Operand, wanted: Layout) -> float:
 
 def _moves(x: Operand, wanted: Layout) -> list[tuple[int, int | None]]:
     """The split dims of `x` that are whole in `wanted`, each with the dim that is split instead."""
-    if not isinstance(x, Subdomain):
-        return []
-    first = wanted.ndim - x.ndim
+    return _moves_of(x.layout, wanted) if isinstance(x, Subdomain) else []
+
+
+@lru_cache(maxsize=4096)
+def _moves_of(layout: Layout, wanted: Layout) -> list[tuple[int, int | None]]:
+    first = wanted.ndim - layout.ndim
     found: list[tuple[int, int | None]] = []
-    for d in x.layout.split_dims:
+    for d in layout.split_dims:
         if not wanted.axes(first + d):
-            axes = x.layout.axes(d)
-            others = [t for t, n in enumerate(x.shape) if n > 1 and wanted.axes(first + t) == axes]
+            axes = layout.axes(d)
+            others = [
+                t for t, n in enumerate(layout.shape) if n > 1 and wanted.axes(first + t) == axes
+            ]
             found.append((d, others[0] if others else None))
     return found
 

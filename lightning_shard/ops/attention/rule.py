@@ -97,12 +97,10 @@ def attention(
         raise RuntimeError("attn_mask should not be set when is_causal=True")
     query, key, value = cast_for(func, query, key, value)  # before rows travel
     operands = Operands(query, key, value, attn_mask, enable_gqa, is_causal)
-    if operands.split_features():
+    decision = _decision(operands, with_dropout=dropout_p > 0)
+    if decision is None:
         return _across_features(operands, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
-    layout = operands.output()
-    possible = _possible(operands, layout, dropout_p)
-    chosen = choose(operands, possible)
-    inner = possible[chosen]
+    layout, chosen, inner = decision
     if chosen == "ring":
         local = _by_ring(operands, layout, is_causal=is_causal, scale=scale)
     else:
@@ -117,13 +115,42 @@ def attention(
     return result if layout.split_dims else result.local
 
 
-def _possible(operands: Operands, layout: Layout, dropout_p: float) -> dict[str, Layout]:
+# the layout of the output, the name of the algorithm, and the layout that it computes
+_Decision = tuple[Layout, str, Layout]
+_LIMIT = 4096
+_decisions: dict[tuple[object, ...], _Decision | None] = {}
+
+
+def _decision(operands: Operands, *, with_dropout: bool) -> _Decision | None:
+    """Decide once for operands that are alike, since it takes longer than to start a kernel.
+
+    Returns:
+        None where features are split.
+    """
+    key = (*operands.described(), with_dropout)
+    if key not in _decisions:
+        if len(_decisions) >= _LIMIT:
+            _decisions.clear()
+        _decisions[key] = _decided(operands, with_dropout=with_dropout)
+    return _decisions[key]
+
+
+def _decided(operands: Operands, *, with_dropout: bool) -> _Decision | None:
+    if operands.split_features():
+        return None
+    layout = operands.output()
+    possible = _possible(operands, layout, with_dropout=with_dropout)
+    chosen = choose(operands, possible)
+    return layout, chosen, possible[chosen]
+
+
+def _possible(operands: Operands, layout: Layout, *, with_dropout: bool) -> dict[str, Layout]:
     """The algorithms that serve, each with the layout of what it computes."""
     possible = {"gather": layout}
     by_heads = operands.by_heads(layout)
     if by_heads is not None:
         possible["all_to_all"] = by_heads
-    if operands.key_axes() and not dropout_p:
+    if operands.key_axes() and not with_dropout:
         possible["ring"] = layout
     return possible
 

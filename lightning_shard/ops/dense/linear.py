@@ -29,7 +29,7 @@ from lightning_shard.domain.align import (
 )
 from lightning_shard.domain.comm import all_reduce
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.layout import Dim, Factor, Layout, merge
+from lightning_shard.domain.layout import Dim, Factor, Layout, layout_of, merge
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, without_autocast
 from lightning_shard.ops.elementwise.pointwise import elementwise
@@ -78,7 +78,7 @@ def contract(
     summed = tuple(sorted(a for label in gone for f in dims[label] for a in f.axes))
     if summed:
         result = all_reduce(result, first.domain.group(summed))
-    layout = Layout(tuple(dims[label] for label in output), grid)
+    layout = layout_of(tuple(dims[label] for label in output), grid)
     return first.like(result, layout) if layout.split_dims else result
 
 

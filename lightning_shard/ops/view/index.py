@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import in_own_memory, one_factor, subdomains
 from lightning_shard.domain.fetch import Span, fetch, needs_of, route_of
-from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.layout import layout_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.aligned import Operand, as_split
@@ -56,7 +56,7 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
         local, place, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
     dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
     picked, index = local.select(dim, place), (slice(None),) * dim + (row,)
-    return x.copy(picked, Layout(dims, x.layout.grid), moved=moved, index=index)
+    return x.copy(picked, layout_of(dims, x.layout.grid), moved=moved, index=index)
 
 
 def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int]) -> Subdomain:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.layout import layout_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements, listed
 from lightning_shard.processes.torch_private.internals import accessors
@@ -14,7 +14,7 @@ from lightning_shard.processes.torch_private.internals import accessors
 
 def permuted(x: Subdomain, order: Sequence[int]) -> Subdomain:
     """Return the tensor with its dims in another order; nothing travels."""
-    layout = Layout(tuple(x.layout.dims[d] for d in order), x.layout.grid)
+    layout = layout_of(tuple(x.layout.dims[d] for d in order), x.layout.grid)
     return x.view(x.local.permute(*order), layout)
 
 

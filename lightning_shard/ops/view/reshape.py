@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_shard.domain.align import common_layout, one_factor, spread, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, route_of
-from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, partition
+from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, layout_of, merge, partition
 from lightning_shard.domain.memory_format import dims_in_memory
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements, listed
@@ -70,7 +70,7 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _first_part(layout: Layout) -> tuple[int, ...]:
     """The shape of the first rank's part, which is the largest."""
     grid = Grid(layout.grid.sizes, (0,) * len(layout.grid.sizes))
-    return Layout(layout.dims, grid).local_shape
+    return layout_of(layout.dims, grid).local_shape
 
 
 @lru_cache(maxsize=4096)
@@ -105,7 +105,7 @@ def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     last = x.layout.dims[x.ndim - kept :]
     dims: list[Dim] = [*x.layout.dims[:done]]
     factors = merge([f for dim in x.layout.dims[done : x.ndim - kept] for f in dim])
-    flat = x.view(x.local, Layout((*dims, *((f,) for f in factors), *last), x.layout.grid))
+    flat = x.view(x.local, layout_of((*dims, *((f,) for f in factors), *last), x.layout.grid))
     flat = _laid_out(flat, flat.layout)
     for extent in shape[done : len(shape) - kept]:
         start, need = done, extent
@@ -123,7 +123,7 @@ def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
         dims[-1] = merge([*dims[-1], *rest])
     elif rest:
         flat = whole(flat, 0)
-    layout = Layout((*dims, *last), x.layout.grid)
+    layout = layout_of((*dims, *last), x.layout.grid)
     return _laid_out(flat, layout)
 
 
@@ -141,7 +141,7 @@ def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
     while flat.shape[dim] % outer:
         dims = [*flat.layout.dims]
         dims[dim : dim + 2] = [merge([*dims[dim], *dims[dim + 1]])]
-        layout = Layout(tuple(dims), flat.layout.grid)
+        layout = layout_of(tuple(dims), flat.layout.grid)
         flat = one_factor(_laid_out(flat, layout), dim)
     ((factor,), grid) = flat.layout.dims[dim], flat.layout.grid
     inner = factor.extent // outer
@@ -153,7 +153,7 @@ def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
         local = fetch(flat, dim, needs)
     dims = [*flat.layout.dims]
     dims[dim : dim + 1] = [(Factor(outer, factor.axes),), (Factor(inner),)]
-    layout = Layout(tuple(dims), grid)
+    layout = layout_of(tuple(dims), grid)
     moved |= flat.copied is not None
     return flat.copy(local.reshape(layout.local_shape), layout, moved=moved)
 
@@ -195,7 +195,7 @@ def flatten(
     if first > last:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
     merged = merge([f for dim in x.layout.dims[first : last + 1] for f in dim])
-    layout = Layout((*x.layout.dims[:first], merged, *x.layout.dims[last + 1 :]), x.layout.grid)
+    layout = layout_of((*x.layout.dims[:first], merged, *x.layout.dims[last + 1 :]), x.layout.grid)
     return _laid_out(x, layout)
 
 
@@ -211,7 +211,7 @@ def unsqueeze(func: Callable[..., Any], x: Subdomain, dim: int) -> Subdomain:
     """Add a dim of extent 1; nothing travels."""
     d = dim % (x.ndim + 1)
     dims = (*x.layout.dims[:d], (Factor(1),), *x.layout.dims[d:])
-    return x.view(x.local.unsqueeze(d), Layout(dims, x.layout.grid))
+    return x.view(x.local.unsqueeze(d), layout_of(dims, x.layout.grid))
 
 
 @implements(torch.squeeze, Tensor.squeeze)
@@ -224,7 +224,7 @@ def squeeze(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Any:
         x = whole(x, d)
     dims = tuple(factors for d, factors in enumerate(x.layout.dims) if d not in gone)
     return source.copy(
-        x.local.squeeze(tuple(gone)), Layout(dims, x.layout.grid), moved=x is not source
+        x.local.squeeze(tuple(gone)), layout_of(dims, x.layout.grid), moved=x is not source
     )
 
 
@@ -245,7 +245,7 @@ def atleast(func: Callable[..., Any], *tensors: Any) -> Any:
 @implements(torch.view_as_real)
 def view_as_real(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     """The pairs of real and imaginary parts are the last dim, which is whole."""
-    return x.view(func(x.local), Layout((*x.layout.dims, (Factor(2),)), x.layout.grid))
+    return x.view(func(x.local), layout_of((*x.layout.dims, (Factor(2),)), x.layout.grid))
 
 
 @implements(torch.view_as_complex)
@@ -254,7 +254,7 @@ def view_as_complex(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     local = whole(x, x.ndim - 1).local
     if not local.numel():  # torch leaves the strides of none, also where it makes them dense
         local = local.clone(memory_format=torch.contiguous_format)
-    return x.perhaps_view(func(local), Layout(x.layout.dims[:-1], x.layout.grid))
+    return x.perhaps_view(func(local), layout_of(x.layout.dims[:-1], x.layout.grid))
 
 
 @implements(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)
@@ -277,5 +277,5 @@ def expand(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Subd
         (Factor(new),) if d < added or new != shape[d] else x.layout.dims[d - added]
         for d, new in enumerate(target)
     )
-    layout = Layout(dims, x.layout.grid)
+    layout = layout_of(dims, x.layout.grid)
     return source.copy(x.local.expand(layout.local_shape), layout, moved=x is not source)
