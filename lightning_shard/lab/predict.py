@@ -174,7 +174,7 @@ def predict(
         trainer=trainer_options(predict, trainer),
     )  # fmt: skip
     device = None if where is None else where.device
-    if device is not None and stage == "fit" and pins_batches(data):
+    if device is not None and device.is_beside_host and stage == "fit" and pins_batches(data):
         device = replace(device, batch_rate=device.host_rate)
     here = choose_sharding.memory_of_rank(torch.device("cpu"))
     memory = here if device is None else int(device.memory)

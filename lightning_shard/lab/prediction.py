@@ -124,8 +124,9 @@ class Prediction:
             fields = _milliseconds(self.exchange)
             rows.append(("  fields", fields, "waiting for halos, modes and sums"))
         if self.on_host or self.link:
-            note = ", nothing hidden" if self.in_turns else ", waiting for copies"
-            rows.append(("  link", _milliseconds(self.link), f"{_link_of(cluster)}{note}"))
+            note = "nothing hidden" if self.in_turns else "waiting for copies"
+            note = f"{_link_of(cluster)}, {note}" if self.on_host else "waiting for the batch"
+            rows.append(("  link", _milliseconds(self.link), note))
         return [
             *rows,
             (

@@ -229,5 +229,5 @@ def test_a_gpu_waits_for_its_batch(pinned):
     assert on_gpu.link == pytest.approx(batch / (4e9 if pinned else 1e9))
     assert on_gpu.seconds >= on_gpu.compute + on_gpu.link
     assert (on_gpu.overlapped, on_cpu.link) == pytest.approx((0, 0), abs=1e-12)
-    assert "waiting for copies" in str(on_gpu)
-    assert "waiting for copies" not in str(on_cpu)
+    assert "waiting for the batch" in str(on_gpu)
+    assert "waiting for the batch" not in str(on_cpu)
