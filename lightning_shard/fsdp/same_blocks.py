@@ -225,7 +225,7 @@ class SameBlocks:
             at = f"{self._prefix}/at/{rank}"
             has_come = self._store.check([at]) and json.loads(self._store.get(at))[1] == event
             if rank != self._rank and not has_come:
-                _, place = json.loads(self._store.get(stuck_at([rank])[0]))
+                _, place, _ = json.loads(self._store.get(stuck_at([rank])[0]))
                 return f"rank {rank} waits at {place} for what does not come"
         return ""
 

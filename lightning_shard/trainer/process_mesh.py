@@ -40,6 +40,8 @@ TRAINER_OPTIONS = (
     "limit_predict_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch",
     "num_sanity_val_steps", "num_nodes",
 )  # fmt: skip
+# Ranks whose ModelCheckpoints differ in these would write other files.
+SAVER_OPTIONS = ("save_last", "save_top_k", "save_weights_only")
 
 # lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
 _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
@@ -353,7 +355,13 @@ def print_on_first_only(rank: int) -> None:
 
 def options_of_all_ranks(trainer: Trainer) -> dict[str, str]:
     """Read the options of the Trainer that all ranks must have alike, by name."""
-    options = {name: getattr(trainer, name, None) for name in TRAINER_OPTIONS}
+    options: dict[str, Any] = _found(trainer, TRAINER_OPTIONS)
     together = (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)
-    options["callbacks that save or stop"] = [callback.state_key for callback in together]
+    options["callbacks that save or stop"] = [
+        f"{callback.state_key}, {_found(callback, SAVER_OPTIONS)}" for callback in together
+    ]
     return {f"the Trainer's {name}": str(value) for name, value in options.items()}
+
+
+def _found(owner: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}

@@ -94,6 +94,32 @@ def test_a_loss_that_is_detached_on_one_rank(sharding):
         launch(detach_a_loss_on_one_rank, sharding, processes=2, timeout_s=60)
 
 
+def detach_a_loss_in_a_loop_of_the_user(sharding):
+    lone_waits.LOOK_S, lone_waits.STUCK_S, lone_waits.APART_S = 0.2, 0.5, 2.0
+    mesh = lightning_shard.init_mesh({"domain": -1})
+    network = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1))
+    options = lightning_shard.ShardingOptions(sharding)
+    lightning_shard.parallelize(network, mesh, options=options)
+    x = lightning_shard.shard(torch.randn(1, 1, 8, 4), mesh, dims=2)
+    for step in range(3):
+        loss = network(x).square().mean()
+        if step == 1 and dist.get_rank() == 0:
+            loss = loss.detach().requires_grad_()
+        loss.backward()
+
+
+@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_loss_that_is_detached_in_a_loop_of_the_user(sharding, capfd):
+    with pytest.raises(ProcessExitedException):
+        launch(detach_a_loss_in_a_loop_of_the_user, sharding, processes=2, timeout_s=60)
+    words = capfd.readouterr().err
+    line = detach_a_loss_in_a_loop_of_the_user.__code__.co_firstlineno + 8
+    at = [f"waits at {__file__}:{line}", f"waits at {__file__}:{line + 3}"]
+    assert "ended, because it waits at " in words
+    assert all(place in words for place in at), words
+    assert "losses that reach parameters on all." in words
+
+
 class Detaches(Featured):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

@@ -175,6 +175,13 @@ def test_what_saves_or_stops_on_one_rank_alone(callback):
         tiny.fit((2,), *mine, enable_checkpointing=saves)
 
 
+@pytest.mark.spmd(2)
+def test_what_saves_otherwise_on_one_rank():
+    saver = ModelCheckpoint("none", save_last=bool(dist.get_rank()))
+    with pytest.raises(DisagreementError, match=r"'save_last': False.* on rank 0 and .*True"):
+        tiny.fit((2,), saver, enable_checkpointing=True)
+
+
 def test_nodes_that_an_elastic_launcher_has_started(monkeypatch):
     assert started_nodes(LightningEnvironment(), per_node=2, nodes=3) == 3
     monkeypatch.setenv("WORLD_SIZE", "4")

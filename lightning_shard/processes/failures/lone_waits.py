@@ -1,8 +1,9 @@
 """Ends the ranks of a script that wait for others in vain, with a sentence.
 
 Where the loop is the user's, rank 0 alone may run a network on split tensors, as to draw a picture.
-It waits for rows of the others, and they wait in a collective of the script. So a thread of each
-rank looks where its main thread is, and tells the others once it does not come on.
+It waits for rows of the others, and they wait in a collective of the script. Or a loss is detached
+on rank 0 alone, which goes on to the next step. So a thread of each rank looks where its main
+thread is, and tells the others once it does not come on.
 
 A rank that refuses threads exchanges no more rows. Others may wait for them, in any thread.
 """
@@ -26,6 +27,7 @@ from lightning_shard.processes.torch_private.internals import default_store
 
 LOOK_S = 2.0
 STUCK_S = 15.0  # for all ranks, none of which computes
+APART_S = 60.0  # where all wait for rows, which may be a slow transfer that some have ended
 REFUSED_S = 5.0  # for a rank that waits for one that exchanges no more rows
 REFUSED = "threads/refused"  # in the store: why no rank exchanges rows any more
 
@@ -74,7 +76,7 @@ class LoneWaits:
         self._store, self._looked_at = store_of_attempt().clone(), threading.get_ident()
         # when a thread was first seen in a call that waits: by its number, frame and instruction
         self._since: dict[tuple[int, int, int], float] = {}
-        (self._told_at,), self._told = stuck_at([self._rank]), False
+        (self._told_at,), self._told = stuck_at([self._rank]), ""
         self._thread = StoreThread(self._look, every_s=LOOK_S)
         atexit.register(self.close)
 
@@ -94,31 +96,39 @@ class LoneWaits:
         if self._ends and longest > REFUSED_S and self._store.check([REFUSED]):
             _end(self._rank, self._store.get(REFUSED).decode())
         long = [key for key, since in self._since.items() if now - since > STUCK_S]
-        stuck = [waits[key] for key in long if key[0] == self._looked_at]
-        if stuck:
-            if not self._told:
-                place = json.dumps(_place(stuck[0]))
-                self._store.set(self._told_at, place)
-                self._told = True
+        stuck = next((key for key in long if key[0] == self._looked_at), None)
+        if stuck is not None:
+            told = json.dumps([*_place(waits[stuck]), now - self._since[stuck] > APART_S])
+            if self._told != told:
+                self._store.set(self._told_at, told)
+                self._told = told
             if self._ends:
                 self._compare()
         elif self._told:
             self._store.delete_key(self._told_at)
-            self._told = False
+            self._told = ""
 
     def _compare(self) -> None:
         keys = stuck_at(range(self._ranks))
         if not self._store.check(keys):
             return
         places = [json.loads(self._store.get(key)) for key in keys]
-        other = next((r for r, (is_split, _) in enumerate(places) if not is_split), None)
-        if other is None or not places[self._rank][0]:
+        waits, here, _ = places[self._rank]
+        lone = [r for r, (is_split, *_) in enumerate(places) if not is_split]
+        apart = [r for r, (_, place, _) in enumerate(places) if place != here]
+        if not waits or not (lone or (apart and all(is_long for *_, is_long in places))):
             return
+        other = (lone or apart)[0]
+        advice = (
+            "draw or save the result on one of them"
+            if lone
+            else "let all come to the same lines, with losses that reach parameters on all"
+        )
         _end(
             self._rank,
-            f"it waits at {places[self._rank][1]} for rows or parameters of rank {other}, which "
-            f"waits at {places[other][1]}: a split tensor and a sharded module must be used on all "
-            "ranks of a domain; draw or save the result on one of them.",
+            f"it waits at {here} for rows or parameters of rank {other}, which waits at "
+            f"{places[other][1]}: a split tensor and a sharded module must be used on all ranks of "
+            f"a domain; {advice}.",
         )
 
 
