@@ -37,7 +37,7 @@ class Gathered:
 
     def __init__(self, root: nn.Module) -> None:
         """Follow all parameters of `root`; they are sharded now."""
-        self._blocks = sharded_modules(root)
+        self._root, self._blocks = root, sharded_modules(root)
         owned = [(m, name, p) for m in root.modules() for name, p in own_parameters(m).items()]
         places = {p: (m, name) for m, name, p in reversed(owned) if isinstance(p, DTensor)}
         self._places: list[tuple[nn.Module, str, Any]] = [
@@ -86,14 +86,31 @@ class Gathered:
 
     @contextmanager
     def step(self) -> Generator[None]:
-        """Inside a step runs, which may not write into whole parameters."""
+        """Inside a step runs, which may not write into whole parameters, nor go backward to them.
+
+        Raises:
+            RuntimeError: It has done so. Manual optimization looks after gradients itself.
+        """
         outer, self._in_step = self._in_step, True
         self.begin()
+        had = {whole: _state_of(whole.grad) for whole, _ in self.pairs()}
         try:
             yield
         finally:
             self._in_step = outer
         self.refuse_writes()
+        is_manual = torch.is_grad_enabled() and not getattr(
+            self._root, "automatic_optimization", False
+        )
+        for whole, _ in self.pairs() if not is_manual else ():
+            of_root = whole in had  # FSDP2 hears of others as their blocks go backward
+            if of_root and type(whole.grad) is Tensor and had[whole] != _state_of(whole.grad):
+                raise RuntimeError(
+                    "backward() in a step has left gradients with parameters that are whole while "
+                    "the step runs, where no optimizer finds them: take torch.autograd.grad of "
+                    "what the step trains itself, or go backward in a hook such as "
+                    "on_train_batch_end; sharding='none' keeps parameters whole, and serves it."
+                )
 
     def before_state(self, *_: Any) -> None:
         """Look after writes before a state dict is read, for which FSDP2 shards again."""
@@ -191,6 +208,10 @@ class Gathered:
             where = local_shape_and_offset(shard.shape, shard.device_mesh, shard.placements)
             self._slices[shard] = tuple(slice(o, o + n) for n, o in zip(*where, strict=True))
         return self._slices[shard]
+
+
+def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), version_of(gradient))
 
 
 def refusing_writes(method: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:

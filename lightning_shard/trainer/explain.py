@@ -56,8 +56,9 @@ _BY_MESSAGE = {
 
 
 _MANUAL_STEP = (
-    "In a manual step p is whole and p.grad is a shard: read it as p.grad.full_tensor(). To write "
-    "into p, as SAM does, keep parameters whole with sharding='none'; this runs there as under DDP."
+    "In a manual step p is whole and p.grad is a shard: read it as p.grad.full_tensor(), and call "
+    "self.manual_backward(loss) in place of loss.backward(). To write into p, as SAM does, keep "
+    "parameters whole with sharding='none'; this runs there as under DDP."
 )
 _OF_OPTIMIZERS = (
     "The optimizer {} cannot update sharded parameters: keep them whole on every process with "

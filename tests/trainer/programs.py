@@ -795,6 +795,27 @@ program("full backward hooks of modules", start=lambda m: m.blocks[0].f.register
     lambda _, inputs, outputs: None) and None)  # fmt: skip
 program("retain_grad of an output", step=lambda m, b, loss: (loss.retain_grad(), loss)[1])
 program("a detached copy of the loss", step=lambda m, b, loss: loss + loss.detach())
+
+
+def train_a_part(m: Any, batch: Any, loss: Tensor) -> Tensor:
+    m.own.zero_grad()
+    m.head(batch["x"].expand(-1, 4, -1, -1)).square().mean().backward()
+    m.own.step()
+    return m.loss(batch)
+
+
+def own_optimizer(m: Any) -> None:
+    m.own = torch.optim.SGD(m.head.parameters(), 0.1)
+
+
+def train_a_latent(m: Any, batch: Any, loss: Tensor) -> Tensor:
+    latent = torch.zeros_like(batch["x"]).requires_grad_()
+    m.head((batch["x"] + latent).expand(-1, 4, -1, -1)).square().sum().backward()
+    return m.loss({"x": batch["x"] - 0.1 * latent.grad, "y": batch["y"]})
+
+
+program("an optimizer of one's own in the step", step=train_a_part, on_train_start=own_optimizer)
+program("a latent is trained by backward() in the step", step=train_a_latent)
 program("torch.no_grad in the step", step=lambda m, b, loss: (
     m.note_alone(torch.no_grad()(m.loss)(b)), loss)[1],
     note_alone=lambda m, v: None)  # fmt: skip

@@ -113,6 +113,10 @@ REFUSED_OF_SHARDS: dict[str, list[str]] = {
         "load_state_dict with assign of blocks.0 at the end of the step",
         "load_state_dict with assign of another dtype in the step",
     ],
+    "has left gradients": [
+        "an optimizer of one's own in the step",
+        "a latent is trained by backward() in the step",
+    ],
     "a number was read": [
         "norms of gradients are logged",
         "the largest gradient is logged",
