@@ -23,7 +23,7 @@ from lightning_shard.ops.become import BecameSplit
 from lightning_shard.ops.elementwise.pointwise import pointwise
 from lightning_shard.ops.elementwise.whole_gradients import as_part
 from lightning_shard.ops.registry import Rule, canonical_names, changes_first, run_rule
-from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
+from lightning_shard.ops.view.write_back import after_write, refuse_leaf, refuse_lost_write
 from lightning_shard.processes.torch_private.internals import (
     ScriptMethod,
     accessors,
@@ -350,10 +350,7 @@ FACTS[_SET_REQUIRES_GRAD] = _set_requires_grad
 def _reshaped(view: Function, func: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Change the shape in place: the same Python object holds what `view` gives from now on."""
     is_trained = tensor.is_leaf and tensor.requires_grad
-    if is_trained and torch.is_grad_enabled():
-        raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation."
-        )
+    refuse_leaf(tensor.subdomain)
     if is_trained and tensor.grad is not None:
         raise UnsupportedOperationError(
             "a leaf that has a gradient cannot change its shape in place, since its gradient keeps "

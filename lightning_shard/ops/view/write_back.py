@@ -40,10 +40,21 @@ def refuse_lost_write(target: Subdomain) -> None:
             "it would write into a copy, not into the tensor that the rows came from; assign with "
             "x[index] = value, or write into a clone()"
         )
-    base = base_of(target.copied.source)
+    refuse_leaf(target)
+
+
+def refuse_leaf(target: Subdomain) -> None:
+    """Raise torch's error for a write into a leaf, or into a view of one.
+
+    Raises:
+        RuntimeError: The tensor, or the one that its rows are of, is a leaf that requires grad.
+    """
+    source = target.local if target.copied is None else target.copied.source
+    base = base_of(source)
     if base.is_leaf and base.requires_grad and torch.is_grad_enabled():
+        of = "a leaf" if base is target.local else "a view of a leaf"
         raise RuntimeError(
-            "a view of a leaf Variable that requires grad is being used in an in-place operation."
+            f"{of} Variable that requires grad is being used in an in-place operation."
         )
 
 
