@@ -53,6 +53,12 @@ def assigned(x: Tensor) -> Tensor:
     return x
 
 
+def of_other_data(x: Tensor) -> Tensor:
+    made = x.detach().clone()
+    made.data = x.detach() * 2
+    return made
+
+
 def written_back(x: Tensor) -> Tensor:
     x.requires_grad_()
     x.grad = torch.ones_like(x)
@@ -177,7 +183,7 @@ ROWS: dict[str, Row] = {
         [lambda x, w: torchvision.ops.deform_conv2d(x, x[:, :1].repeat(1, 2, 1, 1), w)],
         lambda: [((torch.randn(2, 3, 7, 6).double(), torch.randn(4, 3, 1, 1).double()), {})],
     ),
-    "setitem": Row([assigned], matrices()),
+    "setitem": Row([assigned, of_other_data], matrices()),
     "sparse": Row(
         [lambda x: torch.sparse.mm(torch.ones(3, x.shape[0]).double().to_sparse(), x)], matrices()
     ),

@@ -160,7 +160,8 @@ def test_blocks_are_found_without_being_named():
     data = data_of((1,))
     module = summarizer(torch.float32, model_name_or_path={"vocab_size": 64, **sizes})
     with quiet():
-        trainer((1,), limit_train_batches=1).fit(module, datamodule=data)
+        strategy = {"sharding": "full"}
+        trainer((1,), strategy=strategy, limit_train_batches=1).fit(module, datamodule=data)
     blocks = [m for m in module.modules() if isinstance(m, T5Block)]
     assert len(blocks) == 4
     sharded = torch.distributed.fsdp.FSDPModule
