@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.fsdp.draw_shards import draw_shards
 from lightning_shard.processes.torch_private.internals import (
     before_redistribution,
     handle_dtensors,
@@ -40,7 +41,11 @@ BEFORE_SHARD_EXCHANGE: ContextVar[Callable[[tuple[int, ...]], None]] = ContextVa
 
 @functools.cache
 def refuse_shards() -> None:
-    """Refuse these, from now on, where a tensor is a shard of a parameter or made of shards."""
+    """Refuse these, from now on, where a tensor is a shard of a parameter or made of shards.
+
+    Random numbers, which torch draws wrongly too, are drawn rightly.
+    """
+    draw_shards()
     handle_dtensors(read_number, _number)
     for operator in _OF_ROWS:
         handle_some_dtensors(operator, _rows)

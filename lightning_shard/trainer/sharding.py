@@ -25,7 +25,6 @@ from lightning_shard.trainer.host import callbacks_of
 
 # predict_step runs with whole parameters, see Steps.keep_parameters_whole
 STEPS = ("training_step", "validation_step", "test_step")
-DRAW_RANDOM_NUMBERS = {"Gravity"}  # pytorch_optimizer has it
 NEED_WHOLE_MATRICES = {"Muon"}  # torch's, which rounds the products of shards otherwise
 _LOADED = "_weights_begun_with"  # attribute of a module
 
@@ -125,19 +124,11 @@ def mend_optimizers(
     """Let optimizers that were made before the module was sharded train its new parameters.
 
     Raises:
-        NotImplementedError: An optimizer of shards draws random numbers, or needs whole matrices.
+        NotImplementedError: An optimizer of shards needs whole matrices.
         RuntimeError: An optimizer holds a parameter that was never the module's.
     """
     mine = set(module.parameters())
     is_sharded = any(isinstance(p, DTensor) for p in mine)
-    drawing = {type(o).__name__ for o in optimizers} & DRAW_RANDOM_NUMBERS
-    if drawing and is_sharded:
-        raise NotImplementedError(
-            f"the optimizer {min(drawing)} begins with random numbers, which each process draws "
-            "for the shards that it holds, so they are not those of one process; keep parameters "
-            "whole with sharding='none', or take one that docs/optimizers.md lists as exact, such "
-            "as AdamW."
-        )
     if is_sharded and (kinds := {type(o).__name__ for o in optimizers} & NEED_WHOLE_MATRICES):
         raise NotImplementedError(
             f"the optimizer {min(kinds)} computes with whole matrices, of which each process holds "

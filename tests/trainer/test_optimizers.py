@@ -45,16 +45,31 @@ class Chosen(Featured):
         return OPTIMIZERS[self.name][0](self.parameters())
 
 
-class Gravity(torch.optim.SGD):
-    """The name of an optimizer of pytorch_optimizer that begins with random numbers."""
+class Langevin(torch.optim.SGD):
+    """Begins with random numbers, and adds more in each step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("velocity", torch.empty_like(p).normal_(0.0, 0.1))
+            p.add_(state["velocity"] + torch.randn_like(p), alpha=0.01)
+        return loss
 
 
-@pytest.mark.spmd(2)
-def test_what_draws_random_numbers():
-    module = Featured()
-    module.configure_optimizers = lambda: Gravity(module.parameters(), lr=0.1)
-    with pytest.raises(NotImplementedError, match="optimizer Gravity begins with random numbers"):
-        fit_sharded(module, (2,), strategy=SHARDS)
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_what_draws_random_numbers(sharding):
+    """The numbers are those that one process draws for whole parameters."""
+    modules = Featured(), Featured()
+    for module in modules:
+        module.configure_optimizers = lambda m=module: Langevin(m.parameters(), lr=0.1)
+    torch.manual_seed(4)
+    fit_alone(modules[0])
+    torch.manual_seed(4)
+    fit_sharded(modules[1], (3,), strategy={"sharding": sharding})
+    assert_same_state(modules[1], modules[0])
 
 
 def assert_refused(name):
