@@ -50,7 +50,7 @@ def conv(
     n = weight.ndim - 2
     first = input.ndim - n  # the first spatial dim; 1 for an input without batch
     if input.layout.axes(first - 1):
-        raise UnsupportedOperationError(f"convolution over split channels (dim {first - 1})")
+        raise split_channels(first - 1)
     paddings = padding if isinstance(padding, str) else tuple(per_dim(padding, n))
     strides, dilations = tuple(per_dim(stride, n)), tuple(per_dim(dilation, n))
     windows = _windows(first, tuple(weight.shape[2:]), strides, paddings, dilations)
@@ -130,6 +130,14 @@ def _layout_of(x: Subdomain, weight: Tensor, windows: tuple[Window, ...]) -> Lay
         if x.layout.parts(w.dim) == 1 or w.reads_others:
             layout = layout.with_dim(w.dim, w.output(x.shape[w.dim]))
     return layout
+
+
+def split_channels(dim: int) -> UnsupportedOperationError:
+    """Make the error of a convolution whose channels are split."""
+    return UnsupportedOperationError(
+        f"convolution over split channels (dim {dim}), as of a field that was flattened and shaped "
+        "back; keep its dims, as in an array (B, N, C, H, W) of fields instead of (B, N, C * H * W)"
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.empty_ranks import empty_attached
-from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, spread_rows
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import implements, name_of
+from lightning_shard.ops.window.conv import split_channels
 
 
 @implements(
@@ -35,7 +35,7 @@ def conv_transpose(
     x, n = input, weight.ndim - 2
     first = x.ndim - n  # the first spatial dim; 1 for an input without batch
     if x.layout.axes(first - 1):
-        raise UnsupportedOperationError(f"convolution over split channels (dim {first - 1})")
+        raise split_channels(first - 1)
     strides, dilations = per_dim(stride, n), per_dim(dilation, n)
     inner, extra = per_dim(padding, n), per_dim(output_padding, n)
     layout = x.layout.with_dim(first - 1, weight.shape[1] * groups)

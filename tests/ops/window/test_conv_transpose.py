@@ -81,6 +81,20 @@ def test_module(name):
 
 
 @pytest.mark.spmd(3)
+def test_split_channels_and_the_way_out():
+    """As of fields that Anderson's acceleration keeps in one tensor: it need not be flat."""
+    x, weight = torch.randn(IMAGE), torch.randn(3, 4, 3, 3)
+    split = lightning_shard.shard(x, mesh_of(3), 2)
+    flat = torch.zeros(IMAGE[0], 2, x[0].numel())
+    kept = torch.zeros(IMAGE[0], 2, *IMAGE[1:])
+    flat[:, 1], kept[:, 1] = split.flatten(1), split
+    with pytest.raises(UnsupportedOperationError, match=r"split channels.*; keep its dims"):
+        F.conv2d(flat[:, 1].view(IMAGE), weight, padding=1)
+    found = lightning_shard.gather(F.conv2d(kept[:, 1], weight, padding=1))
+    torch.testing.assert_close(found, F.conv2d(x, weight, padding=1))
+
+
+@pytest.mark.spmd(3)
 def test_refusals():
     x, weight = torch.randn(IMAGE), torch.randn(4, 3, 3, 3)
     with pytest.raises(UnsupportedOperationError, match="split channels"):
