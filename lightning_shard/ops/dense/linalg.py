@@ -72,7 +72,7 @@ def solve(
     matrix, sides = (a, b) if last else (b, a)
     spare = None
     if isinstance(sides, Subdomain) and kwargs.get("left", True):
-        spare = _spare_dim(matrix, sides)
+        spare = _spare_dim(sides)
         sides = sides if spare is None else split_moved(sides, sides.ndim - 2, sides.ndim + spare)
     else:
         _whole_matrices(*subdomains([sides]))
@@ -94,15 +94,12 @@ def solve(
     return solved if spare is None else split_moved(solved, solved.ndim + spare, solved.ndim - 2)
 
 
-def _spare_dim(matrix: Operand, sides: Subdomain) -> int | None:
-    """The dim, counted from the last, that is split in place of rows; None if these are whole.
-
-    It is one along which the matrix is the same: columns, or systems that share a matrix.
-    """
+def _spare_dim(sides: Subdomain) -> int | None:
+    """The dim, counted from the last, that is split in place of rows; None if these are whole."""
     if not sides.layout.axes(sides.ndim - 2):
         return None
-    shared = [d for d in range(-sides.ndim, -2) if -d > matrix.ndim or matrix.shape[d] == 1]
-    spare = [d for d in (*shared, -1) if not sides.layout.axes(sides.ndim + d)]
+    others = [d for d in range(-sides.ndim, 0) if d != -2]
+    spare = [d for d in others if not sides.layout.axes(sides.ndim + d)]
     if not spare:
         raise UnsupportedOperationError("right sides of which rows and all other dims are split")
     return max(spare, key=lambda d: sides.shape[d])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import local_part
+from lightning_shard.domain.align import local_part, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -68,7 +68,7 @@ def recurrent(
 @implements(torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 def recurrent_cell(
     func: Callable[..., Any], x: Subdomain, hidden: Hidden, *params: Tensor | None
-) -> Subdomain:
+) -> Subdomain | Tensor:
     """Take one step: map (B, E) and a state (B, H) to the new state."""
     return lstm_cell(func, x, hidden, *params)[0]
 
@@ -76,11 +76,12 @@ def recurrent_cell(
 @implements(torch.lstm_cell)
 def lstm_cell(
     func: Callable[..., Any], x: Subdomain, hidden: Hidden, *params: Tensor | None
-) -> tuple[Subdomain, ...]:
-    """Take one step: map (B, E) and states (B, H) to new states."""
-    if not isinstance(x, Subdomain) or x.layout.axes(1):
-        raise UnsupportedOperationError("a recurrence needs all features of a sequence on one rank")
-    states = _states(hidden)
+) -> tuple[Subdomain | Tensor, ...]:
+    """Take one step: map (B, E) and states (B, H) to new states; split features are gathered."""
+    if not isinstance(x, Subdomain):
+        raise UnsupportedOperationError("split states of a plain input")
+    x = whole(x, 1)
+    states = [whole(h, 1) if isinstance(h, Subdomain) else h for h in _states(hidden)]
     layouts = [Layout((x.layout.dims[0], (Factor(h.shape[-1]),)), x.layout.grid) for h in states]
     parts = [local_part(h, layout) for h, layout in zip(states, layouts, strict=True)]
 
@@ -89,7 +90,8 @@ def lstm_cell(
         return [found] if isinstance(found, Tensor) else found
 
     results = _also_of_none(run, (x.local, *parts), [0] * (1 + len(parts)))
-    return tuple(x.like(local, each) for local, each in zip(results, layouts, strict=True))
+    pairs = zip(results, layouts, strict=True)
+    return tuple(x.like(local, each) if each.split_dims else local for local, each in pairs)
 
 
 def _also_of_none(

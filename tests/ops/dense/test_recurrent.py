@@ -73,6 +73,8 @@ def test_cells():
             shapes = [(rows, 4), (rows, 3), (n, 4), (n, 3), (n,)]
             assert_parity(function, shapes, {0: [0]}, mesh_of(3))
             assert_parity(function, shapes, {0: [0], 1: [0]}, mesh_of(3))
+            assert_parity(function, shapes, {0: [1]}, mesh_of(3))
+            assert_parity(function, shapes, {0: [0], 1: [1]}, mesh_of(3))
 
 
 @pytest.mark.spmd(2)
