@@ -194,9 +194,15 @@ def serve(port: int, waiting: int, dtype: torch.dtype) -> None:
         if dist.get_rank() == 0:
             Leader(decoder, waiting).serve(port)
             return
-        while (message := tell(None)) != END:
-            if isinstance(message, Tensor):
-                decoded(decoder, message)
+        with ThreadPoolExecutor(1) as ranks:  # all ranks decode in a thread of this kind
+            ranks.submit(follow, decoder).result()
+
+
+def follow(decoder: Any) -> None:
+    """Decode what rank 0 sends until it ends."""
+    while (message := tell(None)) != END:
+        if isinstance(message, Tensor):
+            decoded(decoder, message)
 
 
 def main() -> None:
