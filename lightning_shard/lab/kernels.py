@@ -86,15 +86,15 @@ def _rate(make: Make, device: torch.device, dtype: torch.dtype, seconds: float) 
     largest = LARGEST_MOVED if isinstance(getattr(make, "__self__", None), Move) else LARGEST
     while extent <= largest:
         try:
-            call, _ = make(device, dtype, extent)
+            call, flops = make(device, dtype, extent)
             if known and device.type == "cpu" and _bytes(call()) > KEPT:
                 break
             spent = seconds_of(call, device, 0.0)
         except (RuntimeError, NotImplementedError):  # no such kernel, or no memory for it
             break
-        known = extent
         if spent >= seconds:
-            break
+            return flops / spent
+        known = extent
         extent *= 2 if device.type == "cpu" else 4  # libraries of a GPU plan each convolution
     if not known:
         return 0.0
