@@ -14,8 +14,6 @@ def calibrate(options: argparse.Namespace) -> None:
     Raises:
         UsageError: There are fewer devices than ranks, or a launcher has started others.
     """
-    if is_first_rank():
-        print("this measures many kinds of kernels, and takes about two minutes", file=sys.stderr)
     with as_usage_error(ValueError, RuntimeError):
         found = measuring.calibrate(options.processes, options.device)
     if is_first_rank():
