@@ -390,6 +390,19 @@ def test_samples_per_second_counts_replicas(monkeypatch):
     assert logged == [("samples/s", 24.0), ("samples/s", 18.0)]
 
 
+def test_samples_per_second_of_a_run_that_is_resumed_inside_of_an_epoch():
+    """Lightning begins no epoch there, as after Ctrl-C."""
+    logged = []
+    module = SimpleNamespace(log=lambda name, value, **_: logged.append(value))
+    trainer = SimpleNamespace(distributed_sampler_kwargs=None)
+    callback, batch = SamplesPerSecond(), torch.zeros(2, 1)
+    for _ in range(2):
+        callback.on_train_batch_start(trainer, module, batch, 7)
+        callback.on_train_batch_end(trainer, module, None, batch, 7)
+    assert len(logged) == 2
+    assert min(logged) > 0
+
+
 class CountsDevices(LightningModule):
     """Works out the length of its schedule from the devices, as if each read its own samples."""
 

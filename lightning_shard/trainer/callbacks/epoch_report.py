@@ -48,7 +48,7 @@ class EpochReport(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, and take over the best values of a run that is resumed."""
-        self._fit_began_s = time.perf_counter()
+        self._fit_began_s = self._began_s = self._trained_until_s = time.perf_counter()
         scores = {c.monitor: c.best_model_score for c in _monitors(trainer)}  # resumed: not empty
         self._best = {name: float(s) for name, s in scores.items() if name and s is not None}
 

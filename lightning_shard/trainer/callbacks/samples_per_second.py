@@ -31,6 +31,14 @@ class SamplesPerSecond(Callback):
         self._ends.append((time.perf_counter(), 0))
 
     @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin a window inside of an epoch, where a resumed run has none."""
+        if not self._ends:
+            self._ends.append((time.perf_counter(), 0))
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
