@@ -59,20 +59,25 @@ def test_a_rank_that_computes_is_waited_for():
     launch(take_turns, processes=2, timeout_s=60)
 
 
-def words_of_the_end(function, capfd):
+def words_of_the_end(function, capfd, *given):
     """What ranks print that are ended."""
     with pytest.raises(ProcessExitedException):
-        launch(function, processes=2, timeout_s=60)
+        launch(function, *given, processes=2, timeout_s=60)
     return capfd.readouterr().err
 
 
-def detach_a_loss_on_one_rank(sharding):
-    same_blocks.LOOK_S, lone_waits.LOOK_S, lone_waits.STUCK_S = 0.1, 0.2, 1.0
+def network_and_field(sharding):
     mesh = lightning_shard.init_mesh({"domain": -1})
     network = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1))
     options = lightning_shard.ShardingOptions(sharding)
     lightning_shard.parallelize(network, mesh, options=options)
     x = lightning_shard.shard(torch.randn(1, 1, 8, 4), mesh, dims=2)
+    return network, x
+
+
+def detach_a_loss_on_one_rank(sharding):
+    same_blocks.LOOK_S, lone_waits.LOOK_S, lone_waits.STUCK_S = 0.1, 0.2, 1.0
+    network, x = network_and_field(sharding)
     backwards = plain_gradients_of(network) or unused_parameters_of(network)
     for step in range(3):
         loss = network(x).square().mean()
@@ -88,7 +93,7 @@ def test_a_loss_that_is_detached_on_one_rank(sharding):
         "none": "waits for the others' gradients: its loss reaches no parameter",
         "full": "ends a backward pass in which its loss reaches no parameter",
     }
-    line = detach_a_loss_on_one_rank.__code__.co_firstlineno + 13
+    line = detach_a_loss_on_one_rank.__code__.co_firstlineno + 9
     waits = f"rank 1 waits at {__file__}:{line} for what does not come; let all ranks"
     with pytest.raises(ProcessRaisedException, match=f"rank 0 {does[sharding]}, where {waits}"):
         launch(detach_a_loss_on_one_rank, sharding, processes=2, timeout_s=60)
@@ -96,11 +101,7 @@ def test_a_loss_that_is_detached_on_one_rank(sharding):
 
 def detach_a_loss_in_a_loop_of_the_user(sharding):
     lone_waits.LOOK_S, lone_waits.STUCK_S, lone_waits.APART_S = 0.2, 0.5, 2.0
-    mesh = lightning_shard.init_mesh({"domain": -1})
-    network = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1))
-    options = lightning_shard.ShardingOptions(sharding)
-    lightning_shard.parallelize(network, mesh, options=options)
-    x = lightning_shard.shard(torch.randn(1, 1, 8, 4), mesh, dims=2)
+    network, x = network_and_field(sharding)
     for step in range(3):
         loss = network(x).square().mean()
         if step == 1 and dist.get_rank() == 0:
@@ -110,10 +111,8 @@ def detach_a_loss_in_a_loop_of_the_user(sharding):
 
 @pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_loss_that_is_detached_in_a_loop_of_the_user(sharding, capfd):
-    with pytest.raises(ProcessExitedException):
-        launch(detach_a_loss_in_a_loop_of_the_user, sharding, processes=2, timeout_s=60)
-    words = capfd.readouterr().err
-    line = detach_a_loss_in_a_loop_of_the_user.__code__.co_firstlineno + 8
+    words = words_of_the_end(detach_a_loss_in_a_loop_of_the_user, capfd, sharding)
+    line = detach_a_loss_in_a_loop_of_the_user.__code__.co_firstlineno + 4
     at = [f"waits at {__file__}:{line}", f"waits at {__file__}:{line + 3}"]
     assert "ended, because it waits at " in words
     assert all(place in words for place in at), words

@@ -53,7 +53,7 @@ def asked_method() -> Method:
 
 
 # Elements of a whole field below which FFTs of all frequencies are quicker than the choice of some:
-# the host then takes longer than the device. Measured on a CPU and an H200 (docs/spectral.md).
+# the host then takes longer than the device. Measured on a CPU and an H100 (docs/spectral.md).
 FEW, FEW_ON_DEVICES = 2**18, 2**26
 
 
