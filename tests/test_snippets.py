@@ -25,6 +25,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -187,16 +188,23 @@ def test_options(folder, capsys, mark, code):
         assert ended.value.code == 0, capsys.readouterr().err
 
 
-def test_a_rule_is_written_from_failure_to_test(folder):
+def write_a_rule(slope, try_slope, rule):
+    made = ModuleType("slope")
+    with mock.patch.dict(registry._RULES), mock.patch.dict(sys.modules, {"slope": made}):
+        exec(slope, vars(made))
+        exec(try_slope, program := {"__name__": "try_slope"})
+        refusal = "cannot run torch.ops.mine.slope.default on a tensor split"
+        with pytest.raises(lightning_shard.UnsupportedOperationError, match=refusal):
+            program["compare"]()
+        exec(rule, vars(made))
+        program["compare"]()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_a_rule_is_written_from_failure_to_test(ranks):
     """The files of the page fail without the rule, and pass with it."""
     page = (ROOT / "docs" / "refused.md").read_text()
-    files = {mark: code for mark, _, code in BLOCK.findall(page) if "run: file" in mark}
-    added = [code for mark, _, code in BLOCK.findall(page) if "run: add to slope.py" in mark]
-    for mark, code in files.items():
-        (folder / mark.split()[-1]).write_text(code)
-    command = [sys.executable, "try_slope.py"]
-    failed = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "cannot run torch.ops.mine.slope.default on a tensor split" in failed.stderr
-    with (folder / "slope.py").open("a") as file:
-        file.writelines(added)
-    run(command)
+    files = {mark: code for mark, _, code in BLOCK.findall(page)}
+    names = {"slope": "file slope.py", "try_slope": "file try_slope.py", "rule": "add to slope.py"}
+    codes = {name: files[f"run: {mark}"] for name, mark in names.items()}
+    pool_of(ranks).run(write_a_rule, codes)

@@ -23,6 +23,7 @@ def test_split_fields_are_exact():
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.slow
 def test_whole_and_sharded_parameters_train_alike():
     rows = [*gpu_parts.parameters(["U-Net"], 32)]
     assert [(row["mesh"], row["sharding"]) for row in rows[1:]] == [
@@ -115,6 +116,7 @@ def fails_later():
     raise RuntimeError("no memory")
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_keeps_its_rows():
     rows = gpu.run_part(gpu.Part(0, "", fails_later, ()), 120)
     assert rows == [{"way": "first"}, {"failed": "RuntimeError: no memory"}]

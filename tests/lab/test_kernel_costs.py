@@ -44,6 +44,7 @@ def planned(network, shape, cluster, precision="32-true", pin_memory=False):
 
 
 # MiB of a step of plain Lightning that torch's allocator reported on an H100
+@pytest.mark.slow_rows("ResNet-50", "ViT-B/16")
 @pytest.mark.parametrize(
     ("make", "shape", "precision", "mebibytes"),
     [

@@ -142,6 +142,7 @@ def test_a_plan_says_where_its_times_come_from():
     assert f"On {SNAIL.name} each kernel of the step was run and timed" in str(found)
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_domain_runs_the_kernels_of_its_share():
     network, data = unet()
     pair = replace(HERE, per_node=2)

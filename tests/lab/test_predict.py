@@ -112,6 +112,7 @@ print("ended with", os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_has_planned_can_fork_ranks():
     """The first backward pass of the process is not one of fake tensors."""
     done = subprocess.run([sys.executable, "-c", PLANNED_FIRST], capture_output=True, text=True)

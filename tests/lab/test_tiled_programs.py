@@ -531,6 +531,7 @@ def _half_in_tiles() -> Any:
     return f"{folder}/half.ckpt", torch.load(f"{folder}/whole.pt")
 
 
+@pytest.mark.slow  # a process of its own trains the tiles
 @pytest.mark.spmd(2)
 def test_goes_on_on_two_ranks() -> None:
     path, whole = _half_in_tiles()

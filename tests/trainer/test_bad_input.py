@@ -203,6 +203,7 @@ def run_cli(tmp_path: Path, config: str, *words: str) -> tuple[int, str, float]:
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start
 
 
+@pytest.mark.slow  # each rank of a command line imports all
 def test_exception_on_one_rank_ends_all(tmp_path):
     code, output, seconds = run_cli(tmp_path, CONFIG)
     assert code != 0

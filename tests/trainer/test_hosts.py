@@ -76,7 +76,7 @@ class Data(pl.LightningDataModule):
 """
 
 
-@pytest.mark.quick_rows("fit")
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "check", "plan"])
 def test_the_command_line_trains_a_module_of_the_older_package(command, tmp_path):
     (tmp_path / "program.py").write_text(MODULE)

@@ -107,6 +107,7 @@ def refuse_and_wait(name):
     time.sleep(60)  # longer than the guard of rank 0 waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAILS_FIRST_WHERE_EMPTY))
 def test_a_rank_that_waits_for_one_that_fails_first_says_why(name, capfd):
     """In processes of their own: the rank that waits is ended."""
