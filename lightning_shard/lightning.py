@@ -51,6 +51,7 @@ _NAMES = {
     "pytorch.trainer.states": "TrainerFn TrainerStatus",
     "pytorch.utilities": "rank_zero_info rank_zero_warn",
     "pytorch.utilities.data": "extract_batch_size",
+    "pytorch.utilities.exceptions": "SIGTERMException",
     "pytorch.utilities.model_helpers": "is_overridden",
     "pytorch.utilities.signature_utils": "is_param_in_hook_signature",
 }  # fmt: skip

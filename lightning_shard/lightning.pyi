@@ -90,6 +90,7 @@ from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
 from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
 from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
 from lightning.pytorch.utilities.data import extract_batch_size as extract_batch_size
+from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from lightning.pytorch.utilities.signature_utils import (
     is_param_in_hook_signature as is_param_in_hook_signature,
@@ -144,6 +145,7 @@ __all__ = [
     "PyTorchProfiler",
     "ResultMetric",
     "RichProgressBar",
+    "SIGTERMException",
     "SLURMEnvironment",
     "SaveConfigCallback",
     "StochasticWeightAveraging",

@@ -22,7 +22,7 @@ from lightning_shard.processes.nearest import nearest
 
 WORKLOADS = "lightning_modules"  # the package whose classes and configs have short names
 TUTORIALS = "tutorials"  # the folder whose configs are named with it
-OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG", "LAUNCHER", "CPU_SETTINGS")
+OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG", "LAUNCHER", "CPU_SETTINGS", "SIGTERM_S")
 COMMAND_LINE = "on the command line"
 MAX_VALUES, MAX_LEVELS, MAX_BYTES = 100_000, 100, 2**24
 MERGE, PYTHON = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:python"

@@ -1,16 +1,11 @@
-"""Ends a training after Ctrl-C between two batches, on all ranks, and saves before it ends.
+"""Serves signals between two batches of a training, on all ranks at the same ones, and saves there.
 
-Lightning ends wherever Ctrl-C finds a rank: perhaps within the step of an optimizer, or in a
-collective for which others do not wait any more. What is saved there is no state of the training.
+Ctrl-C and SIGTERM end the training. After SLURM's signal its job is queued again, and goes on.
 """
 
-import multiprocessing
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from signal import SIGINT, SIGTERM, Signals
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -25,18 +20,13 @@ from lightning_shard.lightning import (
     rank_zero_info,
 )
 from lightning_shard.processes.failures.failure import RankFailedError, is_lost_connection
+from lightning_shard.trainer.held_signals import HeldSignals, exception_of
 from lightning_shard.trainer.host import callbacks_of, save_last
 from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.saving import Saver
 
 if TYPE_CHECKING:
     from lightning_shard.processes.failures.common_place import CommonPlace
-
-ONCE_S = 1.0  # some launchers and `timeout` send one Ctrl-C twice
-HELD = (
-    "\nCtrl-C: the training ends before the next batch, and saves. Press Ctrl-C again to end at "
-    "once, without.\n"
-)
 
 
 def follow_batches(trainer: Trainer, begins: Callable[[], None]) -> None:
@@ -56,62 +46,22 @@ def follow_batches(trainer: Trainer, begins: Callable[[], None]) -> None:
         followers.append(begins)
 
 
-def _is_of_another_interrupt(error: Exception) -> bool:
-    """Return whether an error may come of Ctrl-C that ended another process at once."""
+def _is_of_another(error: Exception) -> bool:
+    """Return whether an error may come of a signal that ended another process at once."""
     worker = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
     return worker or isinstance(error, RankFailedError) or is_lost_connection(error)
 
 
-class HeldInterrupt:
-    """Handles SIGINT: holds the first one while a training can end by itself.
-
-    Attributes:
-        holds: True while it can.
-        was_asked: True once it was asked to end.
-    """
-
-    def __init__(self, rank: int) -> None:
-        """Hold nothing yet, in this process and in data workers that are forked of it."""
-        self.holds = self.was_asked = False
-        self.asks: Callable[[], None] | None = None  # the other ranks
-        self._rank, self._process, self._asked_at = rank, os.getpid(), 0.0
-
-    def __call__(self, *args: Any) -> None:
-        """Ask for the end, or end at once, as without a handler."""
-        if os.getpid() != self._process and multiprocessing.current_process().daemon:
-            return  # a data worker: it ends with its process, which may need it until then
-        now = time.monotonic()
-        if not self.holds or (self.was_asked and now > self._asked_at + ONCE_S):
-            signal.default_int_handler(*args)
-        if self.was_asked:
-            return
-        self.was_asked, self._asked_at = True, now
-        if self.asks is not None:
-            self.asks()
-        if self._rank == 0:
-            os.write(2, HELD.encode())  # print may be what was interrupted
-
-    def install(self) -> None:
-        """Take SIGINT, unless the script has a handler of its own or ignores it."""
-        before = signal.getsignal(signal.SIGINT)
-        is_free = before is signal.default_int_handler or isinstance(before, HeldInterrupt)
-        if is_free and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self)
-
-    def end(self) -> None:
-        """Hold nothing any more, and give SIGINT back."""
-        self.holds, self.asks = False, None
-        if signal.getsignal(signal.SIGINT) is self:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 class EndBetweenBatches(Callback):
-    """Ends a training that was interrupted before its next batch, also of a validation.
+    """Ends a training after a signal before its next batch, also of a validation.
 
     It does so where some ModelCheckpoint saves whole checkpoints: one with `save_last` writes its
     last checkpoint; without, the first one does. Those with `save_on_exception` save by themselves.
     A validation with averaged weights goes on until its end, since its weights are not those of
     the training.
+
+    Attributes:
+        signals: Handles the signals of this stage.
     """
 
     def __init__(self, trainer: Trainer, peers: Peers, saver: Saver) -> None:
@@ -119,7 +69,6 @@ class EndBetweenBatches(Callback):
         self._trainer, self._peers, self._saver = trainer, peers, saver
         self._place: CommonPlace | None = None  # None: one process
         self._first_step = 0
-        self._signal = HeldInterrupt(trainer.global_rank)
         follow_batches(trainer, self._before_batch)
         fit = trainer.fit_loop
         train, end_epoch = fit.advance, fit.on_advance_end
@@ -128,8 +77,9 @@ class EndBetweenBatches(Callback):
             try:
                 train()
             except Exception as error:
-                if self._signal.was_asked and _is_of_another_interrupt(error):
-                    raise KeyboardInterrupt from error
+                signals = self.signals.ending()
+                if signals and _is_of_another(error):
+                    raise exception_of(signals[0]) from error
                 raise
 
         def end_epoch_and_come() -> None:
@@ -148,23 +98,31 @@ class EndBetweenBatches(Callback):
         whole = [c for c in kept if c.save_top_k and not c.save_weights_only]
         return others + (asked or whole[: not others])
 
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signal before data workers are forked, which then have the handler, too."""
-        self._signal, self._saver.is_between_batches = HeldInterrupt(trainer.global_rank), False
-        if self._savers():
-            self._signal.install()
+    def begin_stage(self, environment: Any) -> None:
+        """Begin to handle signals, in the environment of a launcher."""
+        self._saver.is_between_batches = False
+        strategy: Any = self._trainer.strategy
+        self.signals = HeldSignals(environment, self._peers, self._trainer, strategy.world_size)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hold the signal from here on: there are steps that could be lost."""
+        """Hold signals from here on: there are steps that could be lost."""
         self._first_step = trainer.global_step
-        self._place = self._peers.common_place() if self._savers() else None
-        self._signal.asks = None if self._place is None else self._place.ask
-        self._signal.holds = bool(self._savers())
+        ending = (SIGINT, SIGTERM) if self._savers() else ()
+        # SIGTERM comes as the job is queued again, while what was saved may still be written
+        queued = (SIGTERM, self.signals.requeue) if self.signals.requeue else ()
+        self.signals.hold((*ending, *queued))
+        self._begin_places()
+
+    def _begin_places(self) -> None:
+        signals = self.signals
+        self._place = self._peers.common_place() if signals.holds else None
+        signals.asks = None if self._place is None else self._place.ask
+        if signals.asks is not None and signals.asked:  # before there were places
+            signals.asks(str(signals.asked[0]))
 
     def _before_batch(self) -> None:
-        """End here if Ctrl-C has asked for it, but not before the first batch of an epoch.
+        """End here if a signal has asked for it, but not before the first batch of an epoch.
 
         There the epoch has begun, and its order of samples is not drawn.
         """
@@ -173,7 +131,7 @@ class EndBetweenBatches(Callback):
             self._come()
 
     def before_validation_batch(self) -> None:
-        """End here if Ctrl-C has asked for it; the resumed run repeats the validation."""
+        """End here if a signal has asked for it; the resumed run repeats the validation."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         current: Any = progress.current  # Lightning: its base class
         accumulated = current.ready % self._trainer.accumulate_grad_batches
@@ -183,61 +141,77 @@ class EndBetweenBatches(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End here if Ctrl-C came with the last batch: the script may go on with a test.
+        """End here if a signal came with the last batch: the script may go on with a test.
 
         Raises:
-            KeyboardInterrupt: It was asked for, on any rank.
+            KeyboardInterrupt: Ctrl-C came, on any rank.
+            SystemExit: SIGTERM came, on any rank.
         """
-        if not self._signal.holds:
+        if not self.signals.holds:
             return
-        asked: Any = torch.tensor(float(self._signal.was_asked))
+        asked: Any = torch.tensor(float(max(self.signals.asked, default=0)))
         if self._place is not None:  # all ranks are here
             device = trainer.strategy.root_device
             asked = self._peers.reduce(asked.to(device), device, group=None, reduce_op="max")
         if asked:
-            self._end()
-        self._signal.end()
+            self._serve(int(asked))
+        self.signals.end()
 
     def _come(self) -> None:
         # the search of a learning rate has a training of its own within this one
-        if self._signal.holds and self in callbacks_of(self._trainer):
-            asked = self._signal.was_asked
-            if asked if self._place is None else self._place.comes():
-                self._end()
+        if self.signals.holds and self in callbacks_of(self._trainer):
+            if self._place is not None and self._place.comes():
+                self._serve(int(self._place.why))
+            elif self._place is None and self.signals.asked:
+                self._serve(self.signals.asked[0])
 
-    def _end(self) -> NoReturn:
-        saver = self._saver
+    def _serve(self, number: int) -> None:
+        """Queue the job again, or save and end."""
+        saver, signals = self._saver, self.signals
         saver.is_between_batches = True  # also while callbacks save on exception
-        if self._trainer.global_step != self._first_step:
-            for callback in self._savers():
-                if isinstance(callback, ModelCheckpoint) and not callback.save_on_exception:
-                    wanted, callback.save_last = callback.save_last, True  # no link to an old one
-                    try:
-                        save_last(self._trainer, callback)
-                    finally:
-                        callback.save_last = wanted
-                    step = self._trainer.global_step
-                    rank_zero_info(f"Saved '{callback.last_model_path}' at step {step}.")
-            saver.finish()
-        raise KeyboardInterrupt
+        if number != signals.requeue:
+            if self._trainer.global_step != self._first_step:
+                self._save(f"after {Signals(number).name}")
+            raise exception_of(number)
+        signals.queue_again(number, None)
+        saver.finish()
+        saver.is_between_batches = False
+        if number in signals.asked:
+            signals.asked.remove(number)
+        self._begin_places()
+
+    def _save(self, why: str) -> None:
+        for callback in self._savers():
+            if isinstance(callback, ModelCheckpoint) and not callback.save_on_exception:
+                wanted, callback.save_last = callback.save_last, True  # no link to an old one
+                try:
+                    save_last(self._trainer, callback)
+                finally:
+                    callback.save_last = wanted
+                step = self._trainer.global_step
+                rank_zero_info(f"Saved '{callback.last_model_path}' at step {step}, {why}.")
+        self._saver.finish()
 
     @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Hold nothing any more."""
-        self._signal.end()
+        self.signals.end()
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the signal back once more: Lightning has restored what it found."""
-        self._signal.end()
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signals back once more: Lightning has restored what it found."""
+        self.signals.end()
 
 
-def end_between_batches(trainer: Trainer, peers: Peers, saver: Saver) -> EndBetweenBatches:
-    """Add the callback to a Trainer, once, and return it."""
+def end_between_batches(
+    trainer: Trainer, peers: Peers, saver: Saver, environment: Any
+) -> EndBetweenBatches:
+    """Add the callback to a Trainer, once, begin a stage, and return it."""
     found = [c for c in callbacks_of(trainer) if isinstance(c, EndBetweenBatches)]
+    ends = found[0] if found else EndBetweenBatches(trainer, peers, saver)
+    ends.begin_stage(environment)
     if not found:
-        found = [EndBetweenBatches(trainer, peers, saver)]
-        callbacks_of(trainer).extend(found)
-    return found[0]
+        callbacks_of(trainer).append(ends)
+    return ends

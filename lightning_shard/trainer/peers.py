@@ -1,6 +1,7 @@
 """Runs the collectives that Lightning expects of a strategy, and ends all ranks when one fails."""
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.processes.failures.common_place import CommonPlace
-from lightning_shard.processes.failures.failure import Failure
 from lightning_shard.processes.failures.failure_watch import (
+    POLL_S,
     FailureWatch,
     is_of_processes,
     watch_ranks,
@@ -64,14 +65,17 @@ class Peers:
         """Begin to count places at which all ranks may stop, on all; None where nobody watches."""
         return None if self._watch is None else self._watch.common_place()
 
-    def end_all_ranks(self, text: str, code: int) -> Failure | None:
-        """Tell all ranks to end with this exit status; None where nobody watches.
+    def all_end_at_once(self) -> bool:
+        """Return whether a rank has told all to end wherever they are, because of SIGTERM."""
+        heard = None if self._watch is None else self._watch.heard
+        return heard is not None and heard.at_once
 
-        Returns:
-            The failure that was reported first, perhaps by another rank.
-        """
+    def end_all_at_once(self) -> None:
+        """Tell all ranks to end wherever they are, because of SIGTERM on this one."""
         self._alone = True
-        return None if self._watch is None else self._watch.leave(text, code)
+        if self._watch is not None:
+            self._watch.leave()
+            time.sleep(2 * POLL_S)  # so that all have heard before the first connection is lost
 
     def pause_watch(self) -> None:
         """End a stage; callbacks and the script go on, so failures are still reported."""

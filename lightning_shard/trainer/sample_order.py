@@ -35,6 +35,7 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.processes.torch_private.internals import tree_leaves
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
+from lightning_shard.trainer.held_signals import OutlivesSignals
 from lightning_shard.trainer.host import (
     add_once,
     inject_samplers,
@@ -113,7 +114,7 @@ class SampleOrder:
                 loader = self._of_replica(loader)
             if not self._trainer.training and not self._repeat:
                 self._read_each_once(loader)
-        self._seed_workers(loader)
+        self._begin_workers(loader)
         plain = loader.batch_sampler is not None and not hasattr(loader, "state_dict")
         if self._trainer.training and plain:
             resumed_here = partial(resumed, len(self._loaders))
@@ -161,12 +162,19 @@ class SampleOrder:
             batches.sampler = EachOnce(sampler, whole_batches=batches.drop_last)
             self._until_end.callback(setattr, batches, "sampler", sampler)
 
-    def _seed_workers(self, loader: DataLoader[Any]) -> None:
-        """Seed workers by the replica, so that the ranks of a domain augment alike."""
+    def _begin_workers(self, loader: DataLoader[Any]) -> None:
+        """Seed workers by the replica, so that the ranks of a domain augment alike.
+
+        In a training they outlive signals, until their rank has saved.
+        """
+        begins: Any = loader.worker_init_fn
+        self._until_end.callback(setattr, loader, "worker_init_fn", begins)
         asked = self._replicas > 1 or os.environ.get("PL_SEED_WORKERS", "0") == "1"
-        if loader.worker_init_fn is None and asked:
-            loader.worker_init_fn = partial(pl_worker_init_function, rank=self._replica)
-            self._until_end.callback(setattr, loader, "worker_init_fn", None)
+        if begins is None and asked:
+            begins = partial(pl_worker_init_function, rank=self._replica)
+        if loader.num_workers and self._trainer.state.fn == TrainerFn.FITTING:
+            begins = OutlivesSignals(begins)
+        loader.worker_init_fn = begins
 
     def _agree(self, found: Sequence[OrderedBatches] | None = None) -> None:
         share_random_state(self._domain, self._device)

@@ -71,9 +71,7 @@ from lightning_shard.trainer.precision import (
     refuse_to_drop_imaginary_parts,
 )
 from lightning_shard.trainer.random_state import share_random_state
-from lightning_shard.trainer.requeue import save_before_requeue
 from lightning_shard.trainer.sample_order import SampleOrder
-from lightning_shard.trainer.sigterm import leave_together_on_sigterm
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.steps import use_no_grad
 from lightning_shard.trainer.streams import count_as_the_longest, end_together
@@ -103,7 +101,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         self._while_set_up = ExitStack()
         self._deferred = False  # whether the module had no memory when this stage began
         self._last_checked: Any = None
-        self._take_signals: list[Callable[[], None]] = []
+        self._take_signals: Callable[[], None] = lambda: None
         self.hook_values: HookValues | None = None  # those of the newest stage on several ranks
 
     # The mesh, beside what OnMesh says of it.
@@ -188,11 +186,8 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         if self.world_size > 1:
             self.logged.follow(trainer, self.root_device, replicas)
             say_what_was_not_saved(trainer, self.peers, self.saver)
-            self._take_signals = [
-                save_before_requeue(trainer, self.cluster_environment),
-                leave_together_on_sigterm(self.cluster_environment, self.peers, self.global_rank),
-            ]
-        begins = end_between_batches(trainer, self.peers, self.saver).before_validation_batch
+        ends = end_between_batches(trainer, self.peers, self.saver, self.cluster_environment)
+        self._take_signals, begins = ends.signals.take, ends.before_validation_batch
         self.evaluation.follow(trainer, self._module, self.root_device, replicas, begins=begins)
         end_saved_step(
             trainer,
@@ -412,8 +407,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; a rank that has failed ends the wait."""
-        for take in self._take_signals:  # Lightning has set its handlers before the loops begin
-            take()
+        self._take_signals()  # Lightning has set its handlers before the loops begin
         self.logged.comes_to_in_hook(waits := "waits for all ranks at a barrier")
         with self.logged.exchanges(waits):
             super().barrier(name)

@@ -1,9 +1,10 @@
-"""Ctrl-C ends a training between two batches, and the resumed run goes on exactly there."""
+"""Ctrl-C or SIGTERM ends a training between two batches; a resumed run goes on exactly there."""
 
 import math
 import os
 import signal
 import time
+from signal import SIGINT, SIGTERM
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_shard import HybridShardStrategy, TiledStrategy
-from lightning_shard.trainer.between_batches import ONCE_S
+from lightning_shard.processes.failures.failure import SIGTERM_CODE
+from lightning_shard.trainer.held_signals import LIMIT, ONCE_S, HeldSignals, limit_s
 from tests.checkpoint.test_resume_after_a_step import BATCHES, run
 from tests.checkpoint.tiny import leave_group
 from tests.training import Losses, loader, make, shared_path
@@ -34,26 +36,37 @@ MOMENTS = {
 
 
 class Interrupt(Callback):
-    """Lets Ctrl-C come to some ranks at the n-th call of a hook."""
+    """Lets signals come to some ranks at the n-th call of a hook."""
 
-    def __init__(self, hook, count, ranks=(0, 1)):
-        self.left = count if dist.get_rank() in ranks else 0
+    def __init__(self, hook, count, ranks=(0, 1), numbers=(signal.SIGINT,)):
+        self.left, self.numbers = count if dist.get_rank() in ranks else 0, numbers
         setattr(self, hook, self._strike)
 
     def _strike(self, *_):
         self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGINT)
+        for number in self.numbers if self.left == 0 else ():
+            os.kill(os.getpid(), number)
 
 
 class Interruptible:
     def __enter__(self):
-        self.before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.before = {number: signal.getsignal(number) for number in (SIGINT, SIGTERM)}
+        signal.signal(SIGINT, signal.default_int_handler)
+        signal.signal(SIGTERM, signal.SIG_DFL)
 
     def __exit__(self, *_):
         with pytest.raises(KeyboardInterrupt):  # Ctrl-C is what it was
-            os.kill(os.getpid(), signal.SIGINT)
-        signal.signal(signal.SIGINT, self.before)
+            os.kill(os.getpid(), SIGINT)
+        let_live()
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def let_live():
+    """Forget that SIGTERM came, after which this process would end."""
+    found = signal.getsignal(SIGTERM)
+    if isinstance(found, HeldSignals) and found.limit is not None:
+        found.limit.close()
 
 
 def last(folder):
@@ -76,29 +89,31 @@ def on_exception(folder):
     return ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_epochs=100)
 
 
-def interrupted(domain, *callbacks, saver, **options):
-    """What the module noted in a run that Ctrl-C has ended."""
+def interrupted(domain, *callbacks, saver, code, **options):
+    """What the module noted in a run that a signal has ended with this exit status."""
     noted = []
 
     class Notes(Callback):
         def on_exception(self, trainer, module, exception):
             noted.extend(module.noted)
 
-    with Interruptible(), pytest.raises(SystemExit):
+    with Interruptible(), pytest.raises(SystemExit) as ended:
         run(domain, [Notes(), *callbacks, saver], EVERY, enable_checkpointing=True, **options)
+    assert ended.value.code == code
     dist.barrier()
     return noted
 
 
 def assert_goes_on(
-    domain, moment, ranks=(0, 1), saver=last, file="last.ckpt", more=Callback, **options
-):
+    domain, moment, ranks=(0, 1), saver=last, file="last.ckpt", more=Callback,
+    signals=(SIGINT,), **options,
+):  # fmt: skip
     """Interrupt a run, resume it, and compare both parts with the whole."""
     whole, state, numbers = run(domain, [more()], EVERY, **options)
     folder = shared_path("")
-    noted = interrupted(
-        domain, Interrupt(*moment, ranks=ranks), more(), saver=saver(folder), **options
-    )
+    strike = Interrupt(*moment, ranks=ranks, numbers=signals)
+    code = 1 if signals[0] == SIGINT else SIGTERM_CODE
+    noted = interrupted(domain, strike, more(), saver=saver(folder), code=code, **options)
     assert noted == whole[: len(noted)]
     steps = sum(event[0] == "train" for event in noted)
     if (folder / file).is_file():
@@ -115,14 +130,18 @@ def assert_goes_on(
         assert torch.equal(resumed[key], value), key
 
 
-@pytest.mark.quick_rows("both-2-in validation", "second-2-in a step")
+SIGNALS = {"Ctrl-C": [SIGINT], "SIGTERM": [SIGTERM], "SIGTERM twice": [SIGTERM, SIGTERM]}
+
+
+@pytest.mark.quick_rows("Ctrl-C-both-2-in validation", "SIGTERM twice-second-2-in a step")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("domain", [2, 1])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_goes_on_where_it_stopped(domain, moment, ranks):
+@pytest.mark.parametrize("signals", SIGNALS)
+def test_goes_on_where_it_stopped(domain, moment, ranks, signals):
     saver = often if moment == "while saving" else last
-    assert_goes_on((domain,), MOMENTS[moment], RANKS[ranks], saver)
+    assert_goes_on((domain,), MOMENTS[moment], RANKS[ranks], saver, signals=SIGNALS[signals])
 
 
 WAYS = {
@@ -139,13 +158,14 @@ WAYS = {
 }
 
 
-@pytest.mark.quick_rows("async-in a step-2")
+@pytest.mark.quick_rows("async-in a step-2-SIGTERM")
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("signals", ["Ctrl-C", "SIGTERM"])
 @pytest.mark.parametrize("domain", [2, 1])
 @pytest.mark.parametrize("moment", ["in a step", "in validation"])
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_saves(way, moment, domain):
-    assert_goes_on((domain,), MOMENTS[moment], **WAYS[way])
+def test_whatever_saves(way, moment, domain, signals):
+    assert_goes_on((domain,), MOMENTS[moment], signals=SIGNALS[signals], **WAYS[way])
 
 
 QUIET = pytest.mark.filterwarnings(
@@ -154,17 +174,17 @@ QUIET = pytest.mark.filterwarnings(
 
 
 class InterruptAt(Losses):
-    """Lets Ctrl-C come in a step, twice where it is held."""
+    """Lets a signal come in a step, twice where it is held."""
 
-    def __init__(self, step=0, then=()):
+    def __init__(self, step=0, then=(), number=SIGINT):
         super().__init__()
-        self.step, self.then = step, then
+        self.step, self.then, self.number = step, then, number
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         if trainer.global_step + 1 == self.step:
             for wait_s in (0, *self.then):
                 time.sleep(wait_s)
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), self.number)
 
 
 def train_alone(strategy, folder, callback, path=None, **options):
@@ -185,17 +205,36 @@ def train_alone(strategy, folder, callback, path=None, **options):
 @pytest.mark.usefixtures("interruptible")
 @QUIET
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty:UserWarning")
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
 @pytest.mark.parametrize("make_strategy", [HybridShardStrategy, lambda: TiledStrategy(2)])
-def test_one_process(make_strategy, tmp_path):
+def test_one_process(make_strategy, number, tmp_path):
     losses, state = train_alone(make_strategy(), tmp_path / "whole", InterruptAt())
-    folder, stopped = tmp_path / "stopped", InterruptAt(3, then=[0.1])  # `timeout` sends it twice
-    with pytest.raises(SystemExit):
+    # `timeout` sends it twice
+    folder, stopped = tmp_path / "stopped", InterruptAt(3, then=[0.1], number=number)
+    with pytest.raises(SystemExit) as ended:
         train_alone(make_strategy(), folder, stopped)
+    let_live()
+    assert ended.value.code == (1 if number == SIGINT else SIGTERM_CODE)
     assert stopped.values == losses[:3]
     resumed, found = train_alone(make_strategy(), folder, InterruptAt(), folder / "last.ckpt")
     assert resumed == losses[3:]
     for key, value in state.items():
         assert torch.equal(found[key], value), key
+
+
+@QUIET
+@pytest.mark.usefixtures("interruptible")
+def test_one_process_gives_signals_back(tmp_path):
+    train_alone(HybridShardStrategy(), tmp_path, InterruptAt(), max_steps=1)
+    assert signal.getsignal(SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3"])
+def test_a_limit_that_is_no_number_of_seconds(text, monkeypatch):
+    monkeypatch.setenv(LIMIT, text)
+    with pytest.raises(ValueError, match=f"must be a number of seconds above 0.*{text}"):
+        limit_s()
 
 
 @pytest.mark.slow

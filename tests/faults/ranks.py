@@ -20,7 +20,7 @@ from lightning_modules import SimpleCNNModule
 from lightning_shard import HybridShardStrategy
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.ops.window import overlap
-from lightning_shard.trainer.between_batches import ONCE_S
+from lightning_shard.trainer.held_signals import ONCE_S
 from tests import pool
 from tests.faults.cells import Cell
 
@@ -66,6 +66,10 @@ class Fault:
 
     def _sigterm(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _sigterm_in_a_step_that_does_not_end(self) -> None:
+        self._sigterm()
+        time.sleep(TIMEOUT_S)
 
     def _sigint(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)

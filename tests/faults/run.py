@@ -11,7 +11,7 @@ from typing import Any
 from lightning_shard.checkpoint.manifest import problem_of, read_manifest
 from tests import pool
 from tests.faults import ranks
-from tests.faults.cells import BEFORE, Cell
+from tests.faults.cells import AFTER, Cell
 
 START_S = 120.0  # until the fault, on a loaded machine
 END_S = 90.0  # until a rank that hangs is killed
@@ -42,7 +42,8 @@ class Seen:
         Who is interrupted says nothing more, since the user knows; and nobody has to where all end
         and save between two batches.
         """
-        if "sigint of all" in cell.fault or (cell.fault == "sigint" and cell.phase not in BEFORE):
+        is_held = cell.phase not in ("setup", "sanity", *AFTER)
+        if "sigint of all" in cell.fault or (cell.fault in ("sigint", "sigterm") and is_held):
             return not any("failed first" in lines for lines in self.last_lines)
         silent = {cell.rank} if cell.fault in ("kill", "segfault", "_exit", "sigint") else set()
         return all(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_shard.processes.failures.failure import SIGTERM_CODE
+from lightning_shard.trainer.held_signals import LIMIT
 from tests.faults.cells import CELLS, FAST, IN_FLIGHT, REPLICAS, TWICE, Cell
 from tests.faults.ranks import AT_STEP
 from tests.faults.run import LIMIT_S, run
@@ -14,17 +15,38 @@ from tests.faults.run import LIMIT_S, run
 QUICK = [*FAST, IN_FLIGHT[0], REPLICAS[0]]
 
 
-def test_ctrl_c_saves_after_the_step(tmp_path):
+@pytest.mark.quick_rows("sigint of all, forward, rank 1 of 2", "sigterm, forward, rank 1 of 2")
+@pytest.mark.parametrize(
+    "cell",
+    [Cell("sigint of all", "forward", 1), *(Cell("sigterm", "forward", rank) for rank in (0, 1))],
+    ids=str,
+)
+def test_a_signal_saves_after_the_step(cell, tmp_path):
     """One rank hears it in a step, and the others wait for that one in a collective."""
-    seen = run(Cell("sigint of all", "forward", 1), tmp_path)
+    seen = run(cell, tmp_path)
     outputs = [(tmp_path / f"output_{rank}").read_text() for rank in range(2)]
     assert all("Traceback" not in output for output in outputs), outputs
-    assert outputs[0].count("Press Ctrl-C again") == 1
+    is_sigterm = cell.fault == "sigterm"
+    assert outputs[0].count("Press Ctrl-C again") == (not is_sigterm)
+    assert outputs[cell.rank].count("SIGTERM: the training ends before") == is_sigterm
     assert "no checkpoint was saved" not in outputs[0] + outputs[1]
-    assert seen.codes == [1, 1]
+    assert seen.codes == [SIGTERM_CODE if is_sigterm else 1] * 2
     assert not seen.damaged
     steps = {torch.load(p, weights_only=True)["global_step"] for p in tmp_path.glob("*.ckpt")}
     assert steps == {2, AT_STEP + 1}
+
+
+@pytest.mark.quick_rows("1")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_ends_all_in_time(rank, monkeypatch, tmp_path):
+    """One rank is in a step that does not end, and the other waits for it in a collective."""
+    monkeypatch.setenv(LIMIT, "1")
+    cell = Cell("sigterm in a step that does not end", "forward", rank)
+    seen = run(cell, tmp_path)
+    assert seen.seconds < LIMIT_S
+    assert seen.codes == [SIGTERM_CODE] * 2, seen
+    assert seen.names(cell), "\n\n".join(seen.last_lines)
+    assert f"of SIGTERM on rank {rank}, 1 s ago ({LIMIT})" in seen.last_lines[rank]
 
 
 @pytest.mark.slow

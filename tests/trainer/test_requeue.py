@@ -1,48 +1,70 @@
-"""The signal before a job is queued again reaches ranks at different times; all save together."""
+"""Ranks hear at different times that SLURM will queue their job again; they save together."""
 
 import os
 import signal
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
-from lightning_shard.trainer.requeue import SaveBeforeRequeue, save_before_requeue
-from tests.training import loader, make, trainer
+from tests.checkpoint.test_interrupted import EVERY, MOMENTS, RANKS, Interrupt
+from tests.checkpoint.test_resume_after_a_step import run
+from tests.training import shared_path
 
-
-class SignalOnSecondRank(Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batch_idx == 1 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
+SCONTROL = '#!/bin/sh\necho "$@" >> "$(dirname "$0")/queued"\n'
 
 
-def note_step(runner, steps, *_):
-    steps.append(runner.global_step)
+class Queued(TorchElasticEnvironment, SLURMEnvironment):
+    """A job of SLURM that Lightning may queue again; torchrun's variables number the ranks."""
+
+    def __init__(self):
+        SLURMEnvironment.__init__(self, auto_requeue=True)
 
 
+class NoteSaves(Callback):
+    def __init__(self):
+        self.at = []
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        self.at.append((len(module.noted), checkpoint["global_step"]))
+
+
+def train(domain, folder, *callbacks):
+    path = f"{folder}:{os.environ['PATH']}"
+    with (
+        mock.patch("tests.training.TorchElasticEnvironment", Queued),
+        mock.patch.object(SLURMEnvironment, "detect", return_value=True),
+        mock.patch.dict(os.environ, {"PATH": path, "SLURM_JOB_ID": "7"}),
+    ):
+        return run(domain, [*callbacks], EVERY, default_root_dir=folder)
+
+
+@pytest.mark.quick_rows("second-2-in a step")
 @pytest.mark.spmd(2)
-def test_all_ranks_save_after_the_same_step():
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        for _ in range(2):  # a second Trainer of the process, too
-            saved = []
-            runner = trainer((2,), callbacks=[SignalOnSecondRank()])
-            environment = mock.Mock(SLURMEnvironment, auto_requeue=True)
-            environment.requeue_signal = signal.SIGUSR1
-            save_before_requeue(runner, environment)
-            take = save_before_requeue(runner, environment)
-            assert sum(isinstance(c, SaveBeforeRequeue) for c in runner.callbacks) == 1
-            # as Lightning does in a job of SLURM
-            signal.signal(signal.SIGUSR1, _HandlersCompose([partial(note_step, runner, saved)]))
-            take()
-            data = loader("simple_cnn", torch.float32, 2, 8)
-            runner.fit(make("simple_cnn", torch.float32), data)
-            assert saved == [2]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+@pytest.mark.parametrize("moment", [*MOMENTS.keys() - {"while saving"}])
+@pytest.mark.parametrize("domain", [2, 1])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_all_ranks_save_between_the_same_batches(ranks, domain, moment):
+    folder, saves, before = shared_path(""), NoteSaves(), signal.getsignal(signal.SIGUSR1)
+    whole, state, numbers = run((domain,), [Callback()], EVERY)
+    if not (scontrol := folder / "scontrol").exists():
+        scontrol.write_text(SCONTROL)
+        scontrol.chmod(0o755)
+    strike = Interrupt(*MOMENTS[moment], ranks=RANKS[ranks], numbers=[signal.SIGUSR1])
+    assert train((domain,), folder, strike, saves)[0] == whole  # it goes on
+    assert signal.getsignal(signal.SIGUSR1) is before
+    dist.barrier()
+    assert (folder / "queued").read_text() == "requeue 7\n"
+    ((seen, step),) = saves.at
+    assert torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == step
+    while whole[seen - 1][0] == "validation":  # it is run again from its first batch
+        seen -= 1
+    again, resumed, resumed_numbers = train((domain,), folder)
+    assert again == whole[seen:]
+    assert resumed_numbers == numbers or not again
+    for key, value in state.items():
+        assert torch.equal(resumed[key], value), key

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import signal
+import subprocess
 from types import SimpleNamespace
 from unittest import mock
 
@@ -60,6 +62,23 @@ def test_a_users_seeding_of_workers_stays():
 
     found, _, _ = given(DataLoader([1, 2], worker_init_fn=seed), replicas=2, replica=1)
     assert found.worker_init_fn is seed
+
+
+@pytest.mark.parametrize("seed", [None, int], ids=str)
+def test_workers_of_a_training_outlive_signals(seed):
+    plain = DataLoader(range(8), num_workers=1, worker_init_fn=seed, multiprocessing_context="fork")
+    loader, order, _ = given(plain, replicas=1, replica=0, stage=TrainerFn.FITTING)
+    batches = iter(loader)
+    (worker,) = batches._workers
+    assert next(batches) == 0
+    for number in ("INT", "TERM"):  # of another process
+        subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
+    assert [int(next(batches)) for _ in range(6)] == [*range(1, 7)]
+    os.kill(worker.pid, signal.SIGTERM)  # of its rank
+    worker.join(10)
+    assert worker.exitcode == 0
+    order.end_stage()
+    assert plain.worker_init_fn is seed
 
 
 def test_evaluation_says_what_is_counted_twice():

@@ -16,7 +16,11 @@ LOOK_EVERY_S = 1.0  # for ranks that have ended, while the answer of one is miss
 
 
 class CommonPlace:
-    """Counts the places to which this rank has come, and finds the one at which all stop."""
+    """Counts the places to which this rank has come, and finds the one at which all stop.
+
+    Attributes:
+        why: The word with which this rank has asked; once all stop, that of the first one.
+    """
 
     def __init__(
         self,
@@ -41,19 +45,19 @@ class CommonPlace:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._talk, self._check, self._lock = talk, check, threading.Lock()
         self._next = 0  # the number of the place to which this rank comes next
-        self._is_asked = self._has_answered = False
+        self.why, self._has_answered = "", False
         self._all_stop_at: int | None = None
 
-    def ask(self) -> None:
-        """Ask all ranks to stop; a signal's handler may call it."""
-        self._is_asked = True
+    def ask(self, why: str) -> None:
+        """Ask all ranks to stop, with a word; a signal's handler may call it."""
+        self.why = self.why or why
 
     def listen(self) -> None:
         """Answer, in the thread of the store, once some rank has asked."""
         if self._has_answered:
             return
-        if self._is_asked:
-            self._store.set(self._name, "")
+        if self.why:
+            self._store.compare_set(self._name, "", self.why)
         elif not self._store.check([self._name]):
             return
         with self._lock:
@@ -70,7 +74,7 @@ class CommonPlace:
             RankFailedError: A rank has ended, or has failed.
             RuntimeError: The store has ended.
         """
-        if self._is_asked and not self._has_answered:
+        if self.why and not self._has_answered:
             self._ask_store(self.listen)
         with self._lock:
             here = self._next
@@ -95,5 +99,7 @@ class CommonPlace:
                 self._check()
 
     def _read(self) -> int | None:
-        place = f"{self._name}/place"
-        return int(self._store.get(place)) if self._store.check([place]) else None
+        if not self._store.check([place := f"{self._name}/place"]):
+            return None
+        self.why = self._store.get(self._name).decode()
+        return int(self._store.get(place))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_shard.processes.device import DEVICES
 from lightning_shard.processes.errors import LightningShardError
 
-SIGTERM_CODE = 128 + signal.SIGTERM
+SIGTERM, SIGTERM_CODE = "SIGTERM", 128 + signal.SIGTERM
 ENDED = "ended without a word (it was killed, or called exit), or is not reached any more"
 # words of torch's store and of collectives, whose errors are plain RuntimeErrors in some releases
 _LOST = (
@@ -27,16 +27,23 @@ class Failure:
     Attributes:
         rank: The rank that failed.
         text: "rank 1: ValueError: ...".
-        code: The exit status of all ranks.
+        at_once: True if all ranks end wherever they are, and none waits to see who fails.
     """
 
     rank: int
     text: str
-    code: int = 1
+    at_once: bool = False
+
+    @property
+    def code(self) -> int:
+        """The exit status of all ranks."""
+        return SIGTERM_CODE if self.text == f"rank {self.rank}: {SIGTERM}" else 1
 
     @classmethod
     def of(cls, rank: int, error: BaseException | None) -> "Failure":
         """Describe the error of a rank, with the notes that say what to do."""
+        if isinstance(error, SystemExit) and error.code == SIGTERM_CODE:
+            return cls(rank, f"rank {rank}: {SIGTERM}")
         text = f"rank {rank}: {type(error).__name__}: {error}".removesuffix(": ")
         return cls(rank, " ".join([text, *getattr(error, "__notes__", ())]))
 
@@ -50,7 +57,7 @@ class Failure:
 
     def packed(self) -> str:
         """Return the failure as text, for the store in which the ranks meet."""
-        return json.dumps([self.rank, self.text, self.code])
+        return json.dumps([self.rank, self.text, self.at_once])
 
 
 STORE_GONE = Failure(0, "rank 0: ended, or is not reached any more: its store does not answer")

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from lightning_shard.processes.failures.common_place import CommonPlace
 from lightning_shard.processes.failures.failure import (
+    SIGTERM,
     SIGTERM_CODE,
     STORE_GONE,
     Failure,
@@ -167,11 +168,12 @@ class FailureWatch:
                 reason, gone = self._reason_of_lost_connection()
                 failure = reason or failure
             first = self._first.tell(self._talk, failure)
-            alone = first.code == SIGTERM_CODE or self._first.some_go_on(self._talk, gone) or lost
+            alone = first.at_once or self._first.some_go_on(self._talk, gone) or lost
         except (RuntimeError, TimeoutError):  # the store is gone, or does not answer
             of_store = STORE_GONE if lost and self.rank and not launcher_holds_store() else None
             first = self._first.heard = self.heard or of_store or failure
             alone = True
+        self._guard.code = first.code
         self._guard.end_within(GRACE_S if alone else None)
         if alone and error is not None:
             self._is_interrupted = isinstance(error, KeyboardInterrupt)
@@ -180,22 +182,16 @@ class FailureWatch:
             self._say_at_exit()
         return alone
 
-    def leave(self, text: str, code: int) -> Failure:
-        """Tell all ranks to end, and why; return what was first told to all.
-
-        Args:
-            text: The reason.
-            code: The exit status of all ranks.
-        """
-        self._guard.code = code
+    def leave(self) -> None:
+        """Tell all ranks to end at once, because of SIGTERM on this one."""
+        self._guard.code = SIGTERM_CODE
         self._guard.end_within(GRACE_S)
-        failure = Failure(self.rank, f"rank {self.rank}: {text}", code)
+        failure = Failure(self.rank, f"rank {self.rank}: {SIGTERM}", at_once=True)
         try:
-            first = self._first.tell(self._talk, failure, 2 * POLL_S)
+            self._first.tell(self._talk, failure, 2 * POLL_S)
         except (RuntimeError, TimeoutError):
-            first = self._first.heard = self.heard or failure
+            self._first.heard = self.heard or failure
         self._say_at_exit()
-        return first
 
     def rest(self) -> None:
         """End a stage on all ranks: until the next one this process waits for no other."""
@@ -245,7 +241,7 @@ class FailureWatch:
             if not self._guard.counts_down:
                 self._guard.end_within(GRACE_S)
             self._guard.code = failure.code
-            if failure.code == SIGTERM_CODE and failure.rank != self.rank:
+            if failure.at_once and failure.rank != self.rank:
                 self._guard.say(self._why()) if self.rests else self._say_at_exit()
                 os.kill(os.getpid(), signal.SIGTERM)
         if self.rests and self._store.check([f"{self._prefix}/rank_0_ends"]):
