@@ -1,0 +1,143 @@
+"""A signal stops each config that trains offline, and the line that it prints goes on there."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.stopped import AT_STEP
+from tests.cli.test_configs import FOLDER, NETWORK, SMALLER
+
+RUN_S = 300
+TRAINER = {
+    "accelerator": "cpu", "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1,
+    "limit_test_batches": 1, "callbacks+": "tests.cli.stopped.WaitForSignal",
+}  # fmt: skip
+BATCHES = {"batch_size": 2, "num_train": 16}
+# beside test_configs.SMALLER: data of more than one batch, and networks of the tutorials
+MORE = {
+    "aurora": {"data": BATCHES},
+    "segmentation": {"data": BATCHES},
+    "simple_cnn": {"data": {"resolution": [8, 16], **BATCHES}},
+    "t5_docstrings": {"data": BATCHES},
+    "tfno_darcy": {"data": BATCHES},
+    "tfno_darcy_large": {"data": BATCHES},
+    "tutorials/shardtensor_cnn": {"data": {"resolution": [8, 16], **BATCHES}},
+    "tutorials/t5": {"data": {"num_train": 16, "num_val": 4, "num_test": 4}},
+    "tutorials/tfno_darcy": {"data": {"batch_size": 2, "num_test": [2, 2]}, "model": NETWORK},
+    "tutorials/xpu_mnist": {"data": {"batch_size": 4}},
+    "whole_ct": {"data": BATCHES | {"batch_size": 1}},
+}
+NEEDS_FILES = {"t5_wikihow"}
+NAMES = [
+    str(path.relative_to(FOLDER).with_suffix(""))
+    for path in sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("tutorials/*.yaml")])
+    if path.stem not in NEEDS_FILES
+]
+PAIR = ["--trainer.devices=2", "--trainer.strategy.domain_parallel_size=2"]
+
+
+def start(command, folder):
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=folder, env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def options(name):
+    chosen = [("trainer", TRAINER)]
+    for table in (SMALLER, MORE):
+        chosen += [(f"{part}.init_args", v) for part, v in table.get(name, {}).items()]
+    return [f"--{part}.{key}={value}" for part, values in chosen for key, value in values.items()]
+
+
+def finish(process):
+    try:
+        output, _ = process.communicate(timeout=RUN_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return output
+
+
+def stop_and_go_on(name, folder, number, *more, ranks=1, send=os.killpg, by=()):
+    """Stop a run, and run the line that it prints.
+
+    Args:
+        name: The config.
+        folder: The working folder of both runs.
+        number: The signal.
+        more: Words of the command line.
+        ranks: Number of processes.
+        send: Sends the signal, given the number of the first process.
+        by: The words that start a launcher.
+    """
+    config = str(FOLDER / f"{name}.yaml")
+    words = [*by, "-m", "lightning_shard", "fit", "--config", config, *options(name), *more]
+    run, deadline = start(words, folder), time.monotonic() + RUN_S
+    while len([*folder.glob("waits_*")]) < ranks and run.poll() is None:
+        if time.monotonic() > deadline:
+            os.killpg(run.pid, signal.SIGKILL)
+        time.sleep(0.05)
+    if run.poll() is None:
+        send(run.pid, number)
+        time.sleep(0.1)  # until handlers have run
+        (folder / "sent").touch()
+    output = finish(run)
+    assert run.returncode == (1 if by or number == signal.SIGINT else 143), output
+    (step,) = map(int, re.findall(r"^Interrupted after step (\d+)\.$", output, re.MULTILINE))
+    assert step >= AT_STEP
+    (line,) = re.findall(r"^Resume: python (.*)$", output, re.MULTILINE)
+    last = Path(shlex.split(line)[-1])
+    assert last.name == "last.ckpt"
+    assert torch.load(folder / last, weights_only=False)["global_step"] == step
+    again = start([*by, *shlex.split(line)], folder)
+    output = finish(again)
+    assert again.returncode == 0, output
+    assert [int(line) for line in (folder / "begun").read_text().split()] == [0, step]
+    return output
+
+
+@pytest.mark.quick_rows("simple_cnn")
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_line_goes_on_after_ctrl_c(name, tmp_path):
+    if name == "aurora":
+        pytest.importorskip("aurora", reason="microsoft-aurora is not installed")
+    ranks = 4 if name == "tutorials/shardtensor_cnn" else 1
+    stop_and_go_on(name, tmp_path, signal.SIGINT, ranks=ranks)
+
+
+WAYS = {  # of SIGTERM: the words of the command line, the number of ranks, who gets it
+    "one process": ("mnist_cnn", [], 1, os.kill),
+    "rank 0, which has started the other": ("mnist_cnn", PAIR, 2, os.kill),
+    "all, and their data workers": ("tutorials/t5", [*PAIR, "--data.num_workers=1"], 2, os.killpg),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_the_line_goes_on_after_sigterm(way, tmp_path):
+    name, words, ranks, send = WAYS[way]
+    output = stop_and_go_on(name, tmp_path, signal.SIGTERM, *words, ranks=ranks, send=send)
+    assert "Traceback" not in output
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.mark.slow
+def test_torchrun_tells_its_ranks_of_sigterm(tmp_path):
+    """It tells the data workers of each rank, too, and has an exit status of its own."""
+    words = [*PAIR, "--data.num_workers=1"]
+    stop_and_go_on(
+        "mnist_cnn", tmp_path, signal.SIGTERM, *words, ranks=2, send=os.kill, by=TORCHRUN
+    )
