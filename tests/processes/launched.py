@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_modules import SimpleCNNModule
@@ -42,29 +43,33 @@ def main() -> None:
     parser.add_argument("--die", type=int, default=-1)
     parser.add_argument("--pause_s", type=float, default=0.0)
     parser.add_argument("--timeout_s", type=float, default=120.0)
+    parser.add_argument("--save", action="store_true")  # as it ends, with data workers
     parser.add_argument("--start", action="store_true")  # before the Trainer does
     options = parser.parse_args()
     torch.set_num_threads(1)
     info = start_process_group("cpu") if options.start else process_info()
     torch.manual_seed(0)
     steps = Steps(options.folder, options.die, options.pause_s)
+    saves = ModelCheckpoint(options.folder, save_last=True, every_n_epochs=1000)
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices or info.local_world_size,
         num_nodes=info.world_size // info.local_world_size,
         strategy=HybridShardStrategy(domain_parallel_size=2, timeout_s=options.timeout_s),
         max_steps=options.steps,
-        callbacks=[steps],
+        callbacks=[steps, saves] if options.save else [steps],
         default_root_dir=options.folder,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=options.save,
         enable_progress_bar=False,
     )
     images = torch.randn(64, 3, 12, 10, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(64) % 10
     module = SimpleCNNModule()
     data = torch.utils.data.TensorDataset(images, labels)
-    trainer.fit(module, DataLoader(data, 8 // (options.devices or info.world_size)))
+    batch_size = 8 // (options.devices or info.world_size)
+    workers = {"num_workers": 1, "persistent_workers": True} if options.save else {}
+    trainer.fit(module, DataLoader(data, batch_size, **workers))
     info = process_info()
     mesh = init_mesh({"data": -1, "domain": 2})
     total = torch.ones(1)

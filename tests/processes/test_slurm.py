@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.processes.launchers import (
     END_S,
@@ -158,3 +159,13 @@ def test_slurm_requeued_job_resumes(slurm, tmp_path):
     assert found["step"] == 60
     assert found["first"] > 3, f"it begins anew: {outputs(tmp_path)}"
     assert "Restored all states from the checkpoint" in outputs(tmp_path)
+
+
+def test_slurm_cancels_a_job_that_saves(slurm, tmp_path):
+    """It sends SIGTERM to all processes of the job, and SIGKILL 5 s later."""
+    job = submit(slurm, tmp_path, "--steps", "100000", "--pause_s", "0.1", "--save")
+    wait_for(tmp_path / "pid_1")
+    slurm("scancel", job)
+    assert wait_for_end(slurm, job, tmp_path, END_S) == "CANCELLED", outputs(tmp_path)
+    assert "after SIGTERM" in outputs(tmp_path), outputs(tmp_path)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] > 2
