@@ -11,7 +11,9 @@ import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
+import torch
 
+from lightning_shard.processes.failures.failure import SIGTERM_CODE
 from tests.processes.launchers import (
     END_S,
     WORKER,
@@ -55,6 +57,21 @@ def test_training(launcher, command, tmp_path):
 def test_death_of_a_rank(launcher, command, tmp_path):
     command = [*command, str(tmp_path), "--die", "1", "--steps", "100000"]
     assert seconds_until_all_ended([start(command, tmp_path)], tmp_path) < END_S
+
+
+@pytest.mark.parametrize(("launcher", "command"), LAUNCHERS)
+def test_sigterm_to_the_launcher(launcher, command, tmp_path):
+    """It tells its ranks, which save and end with their data workers."""
+    command = [*command, str(tmp_path), "--steps", "100000", "--pause_s", "0.1", "--save"]
+    run = start(command, tmp_path)
+    for rank in range(2):
+        wait_for(tmp_path / f"pid_{rank}")
+    run.terminate()
+    # torchrun and Open MPI have a status of their own
+    assert run.wait(END_S) == (1 if launcher in ("torchrun", "openmpi") else SIGTERM_CODE)
+    printed = outputs(tmp_path)
+    assert "after SIGTERM" in printed, printed
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] > 2
 
 
 @needs("mpirun.openmpi", "openmpi-bin")
