@@ -1,7 +1,6 @@
 """Runs the collectives that Lightning expects of a strategy, and ends all ranks when one fails."""
 
 import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.processes.failures.common_place import CommonPlace
 from lightning_shard.processes.failures.failure_watch import (
-    POLL_S,
     FailureWatch,
     is_of_processes,
     watch_ranks,
@@ -75,7 +73,6 @@ class Peers:
         self._alone = True
         if self._watch is not None:
             self._watch.leave()
-            time.sleep(2 * POLL_S)  # so that all have heard before the first connection is lost
 
     def pause_watch(self) -> None:
         """End a stage; callbacks and the script go on, so failures are still reported."""

@@ -20,6 +20,7 @@ from lightning_modules import SimpleCNNModule
 from lightning_shard import HybridShardStrategy
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.ops.window import overlap
+from lightning_shard.processes.failures import failure_watch
 from lightning_shard.trainer.held_signals import ONCE_S
 from tests import pool
 from tests.faults.cells import Cell
@@ -201,8 +202,9 @@ def train(cell: Cell, rank: int, folder: Path) -> None:
     trainer.predict(module, DataLoader(Images(fault), 4))
 
 
-def main(cell: Cell, rank: int, port: int, folder: Path) -> None:
+def main(cell: Cell, rank: int, port: int, folder: Path, late_s: float) -> None:
     """Run a rank in this process and end it as an interpreter ends."""
+    failure_watch.POLL_S = late_s or failure_watch.POLL_S
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     output = (folder / f"output_{rank}").open("w")
     for stream in (1, 2):

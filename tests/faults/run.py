@@ -53,12 +53,20 @@ class Seen:
         )
 
 
-def run(cell: Cell, folder: Path) -> Seen:
-    """Run the ranks of a cell as forks of a process that has imported all they need."""
+def run(cell: Cell, folder: Path, *, late_s: float = 0.0) -> Seen:
+    """Run the ranks of a cell as forks of a process that has imported all they need.
+
+    Args:
+        cell: The fault.
+        folder: Where the ranks write.
+        late_s: Seconds between two looks of the others into the store, as on a busy machine.
+    """
     context = multiprocessing.get_context("fork")
     port = pool.free_port()
     processes = [
-        context.Process(target=ranks.main, args=(cell, rank, port, folder))
+        context.Process(
+            target=ranks.main, args=(cell, rank, port, folder, late_s if rank != cell.rank else 0)
+        )
         for rank in range(cell.ranks)
     ]
     pool.start_all(processes)

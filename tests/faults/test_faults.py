@@ -36,6 +36,15 @@ def test_a_signal_saves_after_the_step(cell, tmp_path):
     assert steps == {2, AT_STEP + 1}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_ends_all_alike_where_one_hears_late(rank, tmp_path):
+    """It would take rank 0, which holds the store, for lost."""
+    seen = run(cell := Cell("sigterm", "setup", rank), tmp_path, late_s=2.5)
+    assert seen.codes == [SIGTERM_CODE] * 2, "\n\n".join(seen.last_lines)
+    assert seen.names(cell), "\n\n".join(seen.last_lines)
+
+
 @pytest.mark.quick_rows("1")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_ends_all_in_time(rank, monkeypatch, tmp_path):

@@ -183,12 +183,13 @@ class FailureWatch:
         return alone
 
     def leave(self) -> None:
-        """Tell all ranks to end at once, because of SIGTERM on this one."""
+        """Tell all ranks to end at once, because of SIGTERM on this one, before they lose it."""
         self._guard.code = SIGTERM_CODE
         self._guard.end_within(GRACE_S)
         failure = Failure(self.rank, f"rank {self.rank}: {SIGTERM}", at_once=True)
         try:
             self._first.tell(self._talk, failure, 2 * POLL_S)
+            self._first.wait_until_heard(self._talk)
         except (RuntimeError, TimeoutError):
             self._first.heard = self.heard or failure
         self._say_at_exit()

@@ -7,6 +7,7 @@ from lightning_shard.processes.failures.failure import Failure, unpacked
 from lightning_shard.processes.failures.store_thread import ANSWER_S, StoreThread
 
 AGREE_S = 2.0  # for all ranks to report a failure, as after Ctrl-C
+HEARD_S = 4.0  # for all ranks to hear that they end at once, on a busy machine
 LOST_S = 4.0  # for the ranks that have lost a connection to report it, while rank 0 keeps the store
 
 
@@ -28,11 +29,12 @@ class FirstFailure:
         """
         self.heard: Failure | None = None
         self._store, self._prefix, self._rank, self._ranks = store, prefix, rank, ranks
+        self._heard = f"{prefix}/heard"  # how many ranks have
 
     def listen(self) -> bool:
         """Read, in the thread of the store, what was told; return whether it is new."""
         if self.heard is None and self._store.check([f"{self._prefix}/reason"]):
-            self.heard = unpacked(self._store.get(f"{self._prefix}/reason"))
+            self._hear(self._store.get(f"{self._prefix}/reason"))
             return True
         return False
 
@@ -43,9 +45,21 @@ class FirstFailure:
             RuntimeError: The store has ended.
             TimeoutError: The store does not answer within `limit_s`.
         """
-        first = talk.ask(lambda: self._set_once("reason", failure.packed()), limit_s)
-        self.heard = unpacked(first)
-        return self.heard
+        told = failure.packed()
+        return talk.ask(lambda: self._hear(self._set_once("reason", told)), limit_s)
+
+    def wait_until_heard(self, talk: StoreThread) -> None:
+        """Wait until all ranks have heard, or `HEARD_S`: those who have ended never do.
+
+        Raises:
+            RuntimeError: The store has ended.
+            TimeoutError: The store does not answer.
+        """
+        deadline = time.monotonic() + HEARD_S
+        while talk.ask(lambda: self._store.add(self._heard, 0)) < self._ranks:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
 
     def some_go_on(self, talk: StoreThread, lost: int) -> bool:
         """Return whether some rank reports no failure within `AGREE_S`, as each does after Ctrl-C.
@@ -79,6 +93,12 @@ class FirstFailure:
     def _found(self, talk: StoreThread, answer: str) -> str:
         """Return the answer that was found first, by this rank or another."""
         return talk.ask(lambda: self._set_once("found", answer)).decode()
+
+    def _hear(self, told: bytes) -> Failure:
+        if self.heard is None:
+            self.heard = unpacked(told)
+            self._store.add(self._heard, 1)
+        return self.heard
 
     def _set_once(self, name: str, value: str) -> bytes:
         return self._store.compare_set(f"{self._prefix}/{name}", "", value)
