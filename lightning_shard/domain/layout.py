@@ -135,6 +135,12 @@ class Layout:
         """True if some rank has no elements for want of rows."""
         return any(f.extent < self.grid.parts(f.axes) for dim in self.dims for f in dim if f.axes)
 
+    @cached_property
+    def leaves_one_row(self) -> bool:
+        """True if some rank has at most one of several rows."""
+        split = [f for dim in self.dims for f in dim if f.axes]
+        return any(1 < f.extent < 2 * self.grid.parts(f.axes) for f in split)
+
     def axes(self, *dims: int) -> tuple[int, ...]:
         """Return the mesh axes over which `dims` are split (all dims if none is named)."""
         if len(dims) == 1:

@@ -120,6 +120,7 @@ class Copied:
         return self.version != version_of(self.source)
 
 
+BY_STRIDES = (-1,)
 _uncounted: WeakSet[Copied] = WeakSet()  # nobody counts writes in inference mode
 
 
@@ -136,13 +137,21 @@ def written_in_inference(x: Tensor) -> None:
 class Subdomain:
     """This rank's part of a split tensor: the local tensor, its layout, and the groups to ask.
 
-    Of rows that are a copy where torch would give a view, `copied` says of what.
+    Attributes:
+        local: The rank's rows.
+        layout: The split of the whole tensor.
+        domain: The process groups.
+        copied: The source of rows that are a copy where torch would give a view.
+        stored: The dims in the order in which the whole tensor would have them in memory, the
+            outermost first; empty where that is the order of its dims. `BY_STRIDES` where only the
+            strides of `local` tell, which they cannot of one row; None where nobody knows.
     """
 
     local: Tensor
     layout: Layout
     domain: Domain
     copied: Copied | None = None
+    stored: tuple[int, ...] | None = ()
     lazy: ClassVar[bool] = False
 
     @property
@@ -166,11 +175,30 @@ class Subdomain:
 
     def like(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
         """Wrap a new local tensor on the same domain; its layout is this one by default."""
+        return Subdomain(local, layout or self.layout, self.domain, None, self._order_of_others)
+
+    def in_any_order(self, local: Tensor, layout: Layout) -> "Subdomain":
+        """Wrap a new local tensor that may lie in memory otherwise than torch's result would."""
+        return Subdomain(local, layout, self.domain, None, None)
+
+    @property
+    def knows_order(self) -> bool:
+        """True if all ranks know in which order the dims of the whole tensor lie in memory."""
+        by_strides = self.stored == BY_STRIDES and not self.layout.leaves_one_row
+        return by_strides or self.stored not in (None, BY_STRIDES)
+
+    def in_rows(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
+        """Wrap a new local tensor of a whole one that lies row by row, as torch would make it."""
         return Subdomain(local, layout or self.layout, self.domain)
 
     def view(self, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap another view of the same rows."""
-        return Subdomain(local, layout, self.domain, self.copied)
+        return Subdomain(local, layout, self.domain, self.copied, self._order_of_others)
+
+    @property
+    def _order_of_others(self) -> tuple[int, ...] | None:
+        """The order in memory of what is made of it: that of its dims is kept, another is not."""
+        return BY_STRIDES if self.stored else self.stored
 
     def copy(
         self,

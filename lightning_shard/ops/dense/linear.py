@@ -136,7 +136,7 @@ def linear(
         and not x.layout.axes(x.ndim - 1)
     ):
         layout = x.layout.with_dim(x.ndim - 1, weight.shape[0])
-        return x.like(func(x.local, weight, bias), layout)
+        return x.in_rows(func(x.local, weight, bias), layout)
     kept = "Z" if weight.ndim > 1 else ""  # a weight of one dim gives one number
     result = contract(F.linear, [x, weight], [free + "Y", kept + "Y"], free + kept)
     return result if bias is None else elementwise(torch.add, result, bias.to(result.dtype))
@@ -195,7 +195,10 @@ def einsum(func: Callable[..., Tensor], equation: str, *operands: Any) -> Operan
     if any(len(set(each)) < len(each) for each in labels):
         raise UnsupportedOperationError(f"einsum with a repeated label in one operand: {equation}")
     local_equation = f"{','.join(labels)}->{output}"
-    return contract(lambda *parts: torch.einsum(local_equation, *parts), tensors, labels, output)
+    found = contract(lambda *parts: torch.einsum(local_equation, *parts), tensors, labels, output)
+    # torch chooses the order of the dims in memory by the extents
+    is_split = isinstance(found, Subdomain)
+    return found.in_any_order(found.local, found.layout) if is_split else found
 
 
 def _expand_ellipsis(

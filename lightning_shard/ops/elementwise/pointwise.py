@@ -5,6 +5,7 @@ The family is discovered: all of torch's functions whose ATen operator carries t
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lightning_shard.domain.align import common_layout, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.memory_format import format_of
-from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.subdomain import BY_STRIDES, Subdomain
 from lightning_shard.ops.become import BecameSplit, become_split, made_from_split
 from lightning_shard.ops.registry import implements, is_in_place, listed, rule_for
 from lightning_shard.processes.device import DEVICES
@@ -89,7 +90,9 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert places is not None
         return places.run(torch.nonzero, *args, **kwargs, as_tuple=True)
     operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Subdomain | Tensor)]
-    first = next(o for o in operands if isinstance(o, Subdomain))
+    split = [o for o in operands if isinstance(o, Subdomain)]
+    # the result lies in memory as one of them does; if that is not known of one, it is not known
+    first = next((o for o in split if o.stored != ()), split[0])
     layout = first.layout if len(operands) == 1 else common_layout(operands)
     if is_in_place(func):
         if not isinstance(args[0], Subdomain) and layout.shape == args[0].shape:
@@ -108,8 +111,10 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return tuple(first.like(r, layout) for r in result)
     if func in VIEWS:
         return first.view(result, layout)
-    # an operator of Tensor gives NotImplemented for an operand that it does not know
-    return first.like(result, layout) if isinstance(result, Tensor) else result
+    if not isinstance(result, Tensor):  # NotImplemented, for an operand that it does not know
+        return result
+    made = first.like(result, layout)
+    return replace(made, stored=first.stored) if first.stored and len(operands) == 1 else made
 
 
 def elementwise(func: Callable[..., Any], *operands: Subdomain | Tensor) -> Any:
@@ -127,9 +132,23 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     result = func(x.local, *args, **kwargs)
     if func in VIEWS:
         return x.perhaps_view(result, x.layout)  # a write into it has no graph
-    if result is x.local and func is Tensor.contiguous and not _lies_dense(x):
-        result = result.clone()  # a part of one row, of a whole that torch copies
-    return x.like(result) if isinstance(result, Tensor) else result  # the name of type()
+    asked = kwargs.get("memory_format", args[0] if func is Tensor.contiguous and args else None)
+    by_rows = asked == torch.contiguous_format or (asked is None and func is Tensor.contiguous)
+    stored = () if by_rows else x.stored if asked in (None, torch.preserve_format) else BY_STRIDES
+    if func is Tensor.contiguous and asked != torch.preserve_format and not x.knows_order:
+        # torch's result is the tensor itself or a copy of it: nobody knows which
+        made = x.copy(result.clone(memory_format=asked or torch.contiguous_format), x.layout)
+        return replace(made, stored=stored)
+    if (
+        result is x.local
+        and func is Tensor.contiguous
+        and not (_lies_dense(x) and x.stored in ((), BY_STRIDES))
+    ):
+        # torch copies the whole of a turned tensor, of which this rank has one row
+        result = result.clone(memory_format=asked or torch.contiguous_format)
+    if not isinstance(result, Tensor):  # the name of type()
+        return result
+    return replace(x.like(result), stored=stored)
 
 
 def _lies_dense(x: Subdomain) -> bool:

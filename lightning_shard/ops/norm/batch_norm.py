@@ -76,7 +76,7 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Subdomain:
     """Normalize each image by its statistics; the running ones take their mean over the batch."""
-    x = input.like(input.local.contiguous())  # as torch's, whose results lie row by row
+    x = input.in_rows(input.local.contiguous())  # as torch's, whose results lie row by row
     if not use_input_stats:
         return batch_norm(F.batch_norm, x, running_mean, running_var, weight, bias, False, eps=eps)
     if x.layout.parts() == 1:

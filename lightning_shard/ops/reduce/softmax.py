@@ -40,13 +40,13 @@ def softmax(
     # in forward mode torch's own function loses the graph of its tangent
     if not x.layout.axes(d) and not (in_forward_mode() and x.shape[d]):
         alone = torch.log_softmax if func in _LOGS else torch.softmax
-        return x.like(alone(x.local, d, dtype))
+        return x.in_rows(alone(x.local, d, dtype))
     return _softmax(x, d, log=func in _LOGS)
 
 
 @uncast
 def _softmax(x: Subdomain, d: int, *, log: bool) -> Subdomain:
-    x = x.like(x.local.contiguous())  # as torch's result lies
+    x = x.in_rows(x.local.contiguous())  # as torch's result lies
     shifted = x.local - _maximum(x, (d,))
     powers = shifted.exp()
     total = sum_over(x, powers.sum(d, keepdim=True), (d,))

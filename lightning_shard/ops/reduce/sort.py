@@ -139,7 +139,7 @@ def statistic(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any)
         layout = layout_of(value)
         for dim, n in enumerate(layout.local_shape):
             value = value.narrow(dim, 0, n)
-        return x.like(value, layout)
+        return x.in_any_order(value, layout)
 
     return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
 

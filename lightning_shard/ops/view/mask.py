@@ -32,7 +32,7 @@ def masked_rows(x: Operand, first: int, mask: Operand) -> Subdomain:
     local = chosen.moved(rows, x.domain).movedim(0, first)
     local = local.contiguous() if x.local.is_contiguous() else local
     dims = (*x.layout.dims[:first], (chosen.factor,), *x.layout.dims[first + mask.ndim :])
-    return x.like(local, Layout(dims, x.layout.grid))
+    return x.in_any_order(local, Layout(dims, x.layout.grid))
 
 
 def covered(x: Operand, first: int, mask: Operand) -> tuple[Subdomain, Subdomain]:

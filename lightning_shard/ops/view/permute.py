@@ -1,13 +1,14 @@
 """Rules that change the order of dims: each rank's part is permuted as the whole is."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_shard.domain.layout import layout_of
-from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.subdomain import BY_STRIDES, Subdomain
 from lightning_shard.ops.registry import implements, listed
 from lightning_shard.processes.torch_private.internals import accessors
 
@@ -15,7 +16,11 @@ from lightning_shard.processes.torch_private.internals import accessors
 def permuted(x: Subdomain, order: Sequence[int]) -> Subdomain:
     """Return the tensor with its dims in another order; nothing travels."""
     layout = layout_of(tuple(x.layout.dims[d] for d in order), x.layout.grid)
-    return x.view(x.local.permute(*order), layout)
+    stored = x.stored
+    if stored not in (None, BY_STRIDES):
+        stored = tuple([order.index(d) for d in stored or range(x.ndim)])
+        stored = () if [*stored] == sorted(stored) else stored
+    return replace(x.view(x.local.permute(*order), layout), stored=stored)
 
 
 @implements(torch.permute, Tensor.permute)

@@ -8,7 +8,7 @@ partition of N rows is not that of n times N / n. A reshape that cuts across dim
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,10 @@ def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
     shape = _resolved(x.shape, tuple(map(int, shape)))
     if shape == x.shape:
         return x
+    return _in_order(x, shape, partial(_reshaped, shape=shape))
+
+
+def _reshaped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     layout = _kept.get((x.layout, shape))
     if layout is not None:
         return _laid_out(x, layout)
@@ -45,13 +49,36 @@ _LIMIT = 4096
 _kept: dict[tuple[Layout, tuple[int, ...]], Layout] = {}  # reshapes for which no row moves
 
 
+def _in_order(
+    x: Subdomain, shape: tuple[int, ...], regroup: Callable[[Subdomain], Subdomain]
+) -> Subdomain:
+    """Regroup dims, as torch does with the order of the whole tensor in memory.
+
+    If torch would copy it, the result is a copy on all ranks. If nobody knows, it is read only.
+    """
+    known = x.knows_order
+    if (known and not (x.stored and x.layout.leaves_one_row)) or (
+        _without_ones(x.shape) == _without_ones(shape)  # a view in any order
+    ):
+        return regroup(x)
+    if known and x.copied is None and x.stored and _is_copied(x.shape, x.stored, shape):
+        return regroup(x.in_rows(x.local.clone(memory_format=torch.contiguous_format)))
+    result = regroup(x)
+    return x.copy(result.local, result.layout)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([n for n in shape if n != 1])
+
+
 def _laid_out(x: Subdomain, layout: Layout) -> Subdomain:
     """`x` with its dims regrouped, each element on its rank."""
     local = x.local.reshape(layout.local_shape)
     strides = x.local.stride()
     if x.local.numel() == 0 or strides == _dense_strides(tuple(x.local.shape)):
         return x.perhaps_view(local, layout)
-    if _is_copied(x.shape, strides, layout.shape) and _is_view(
+    order = tuple(dims_in_memory(strides)) if 0 not in strides and len(strides) == x.ndim else ()
+    if _is_copied(x.shape, order, layout.shape) and _is_view(
         tuple(x.local.shape), strides, layout.local_shape
     ):  # a part of one row may be seen in another shape where the whole may not
         return x.perhaps_view(local.clone(), layout)
@@ -84,12 +111,9 @@ def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int
 
 
 @lru_cache(maxsize=4096)
-def _is_copied(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int, ...]) -> bool:
+def _is_copied(shape: tuple[int, ...], order: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Return True if torch copies to give `target` of a whole tensor in this order of dims."""
-    if 0 in strides or len(strides) != len(shape):
-        return False
-    order = dims_in_memory(strides)
-    if order == sorted(order):
+    if list(order) == sorted(order):
         return False
     stored = torch.empty([shape[d] for d in order], device="meta")
     whole = stored.permute([order.index(d) for d in range(len(shape))])
@@ -196,7 +220,7 @@ def flatten(
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
     merged = merge([f for dim in x.layout.dims[first : last + 1] for f in dim])
     layout = layout_of((*x.layout.dims[:first], merged, *x.layout.dims[last + 1 :]), x.layout.grid)
-    return _laid_out(x, layout)
+    return _in_order(x, layout.shape, lambda part: _laid_out(part, layout))
 
 
 @implements(torch.unflatten, Tensor.unflatten)

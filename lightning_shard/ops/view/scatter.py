@@ -193,7 +193,7 @@ def write_rows(
     if not layout.axes(d) and not (isinstance(x, Subdomain) and x.layout.axes(d)):
         own = local_part(x, carried), brought(index, Layout((layout.dims[d],), layout.grid))
         found = func(own[0], d, own[1], source if rows is None else rows, *args, **kwargs)
-        return owner.like(found, carried) if carried.split_dims else found
+        return owner.in_any_order(found, carried) if carried.split_dims else found
     return _sent_rows(func, x, d, index, source, rows, (layout, carried), args, kwargs)
 
 
@@ -249,7 +249,7 @@ def _sent_rows(
     found = written(table, sent, writing).reshape(target.shape).movedim(0, d)
     if is_in_place(func) or not carried.split_dims:
         return given_back(func, x, found)
-    return owner.like(found, carried)
+    return owner.in_any_order(found, carried)
 
 
 def _run(

@@ -43,7 +43,7 @@ def pixel_shuffle(
     local = func(x.local, r)
     for dim, start in starts.items():
         local = local.narrow(dim, start, layout.local_shape[dim])
-    return x.like(local, layout)
+    return x.like(local.clone() if starts else local, layout)  # dense on all ranks
 
 
 def _under(x: Subdomain, dim: int, scale: int) -> tuple[Subdomain, int]:
@@ -177,7 +177,7 @@ def fold(
     local = func(x.local.flatten(-2), rows, kernels, dilations, inner, strides)
     for dim, start in starts.items():
         local = local.narrow(dim, start, layout.local_shape[dim])
-    return x.like(local, layout)
+    return x.like(local.clone() if starts else local, layout)  # dense on all ranks
 
 
 def _rows_of_blocks(x: Subdomain, area: int, blocks: Sequence[int]) -> tuple[Subdomain, Dim]:

@@ -62,4 +62,4 @@ def conv_transpose(
     local = func(x.local, weight, bias, strides, inner, extra, groups, dilations)
     for dim, start in starts.items():
         local = local.narrow(dim, start, layout.local_shape[dim])
-    return x.like(local, layout)
+    return x.like(local.clone() if starts else local, layout)  # dense on all ranks
