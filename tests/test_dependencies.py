@@ -114,7 +114,7 @@ def test_the_strategy_trains_without(package, tmp_path):
 
 NEEDS = {
     "from lightning_shard import PredictionWriter; PredictionWriter('x.zarr')": (
-        "PredictionWriter needs the package 'zarr', which is not installed; "
+        "the file x.zarr needs the package 'zarr', which is not installed; "
         "pip install 'lightning-shard[zarr]' installs it."
     ),
     "from lightning_modules import TFNODarcy": (
