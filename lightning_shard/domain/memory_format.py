@@ -4,7 +4,7 @@ Each rank keeps the format of its own part. What travels is in the order of the 
 of another rank may lie in another format.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -71,6 +71,14 @@ def laid_like(x: Tensor, like: Tensor) -> Tensor:
     """Return a tensor whose dims lie in memory in the order of those of another one."""
     order = dims_in_memory(like.stride())
     return x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
+
+
+def rows_from(x: Tensor, starts: Mapping[int, int], shape: Sequence[int]) -> Tensor:
+    """Return what lies from `starts` on in some dims, as a new result of torch's would lie."""
+    found = x
+    for dim, start in starts.items():
+        found = found.narrow(dim, start, shape[dim])
+    return x if found.shape == x.shape else found.clone()
 
 
 def selected(x: Tensor, dim: int, places: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Dim, Factor, Layout, merge
+from lightning_shard.domain.memory_format import rows_from
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, spread_rows, window_rows
 from lightning_shard.ops.registry import implements
@@ -41,9 +42,7 @@ def pixel_shuffle(
     if 0 in layout.local_shape:  # torch 2.15 has no backward of these functions for no elements
         return x.like(empty_attached(layout.local_shape, x.local), layout)
     local = func(x.local, r)
-    for dim, start in starts.items():
-        local = local.narrow(dim, start, layout.local_shape[dim])
-    return x.like(local.clone() if starts else local, layout)  # dense on all ranks
+    return x.like(rows_from(local, starts, layout.local_shape), layout)
 
 
 def _under(x: Subdomain, dim: int, scale: int) -> tuple[Subdomain, int]:
@@ -175,9 +174,7 @@ def fold(
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, x.local), layout)
     local = func(x.local.flatten(-2), rows, kernels, dilations, inner, strides)
-    for dim, start in starts.items():
-        local = local.narrow(dim, start, layout.local_shape[dim])
-    return x.like(local.clone() if starts else local, layout)  # dense on all ranks
+    return x.like(rows_from(local, starts, layout.local_shape), layout)
 
 
 def _rows_of_blocks(x: Subdomain, area: int, blocks: Sequence[int]) -> tuple[Subdomain, Dim]:

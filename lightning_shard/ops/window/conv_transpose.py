@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.empty_ranks import empty_attached
+from lightning_shard.domain.memory_format import rows_from
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, spread_rows
 from lightning_shard.ops.autocast import cast_for
@@ -60,6 +61,4 @@ def conv_transpose(
         sources = cast_for(func, x.local, weight, bias)
         return x.like(empty_attached(layout.local_shape, *sources, is_curved=True), layout)
     local = func(x.local, weight, bias, strides, inner, extra, groups, dilations)
-    for dim, start in starts.items():
-        local = local.narrow(dim, start, layout.local_shape[dim])
-    return x.like(local.clone() if starts else local, layout)  # dense on all ranks
+    return x.like(rows_from(local, starts, layout.local_shape), layout)
