@@ -106,7 +106,7 @@ def stop_and_go_on(name, folder, number, *more, ranks=1, send=os.killpg, by=()):
     return output
 
 
-@pytest.mark.quick_rows("simple_cnn")
+@pytest.mark.slow  # each command line imports all, twice
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_line_goes_on_after_ctrl_c(name, tmp_path):
