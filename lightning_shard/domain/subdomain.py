@@ -177,6 +177,10 @@ class Subdomain:
         """Wrap a new local tensor on the same domain; its layout is this one by default."""
         return Subdomain(local, layout or self.layout, self.domain, None, self._order_of_others)
 
+    def chosen(self, local: Tensor, layout: Layout) -> "Subdomain":
+        """Wrap rows that were chosen of it. Those of a turned tensor lie otherwise than torch's."""
+        return Subdomain(local, layout, self.domain, None, None if self.stored != () else ())
+
     def in_any_order(self, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap a new local tensor that may lie in memory otherwise than torch's result would."""
         return Subdomain(local, layout, self.domain, None, None)

@@ -78,9 +78,9 @@ def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
     rows = [row_of(x, dim, row) for row in integers(index)]
     if x.layout.axes(dim):
         taken = in_own_memory(chosen_rows(x, dim, len(rows), rows.__getitem__), x)
-        return taken.in_any_order(taken.local, taken.layout)
+        return x.chosen(taken.local, taken.layout)
     local = x.local.index_select(dim, torch.tensor(rows, dtype=torch.long, device=x.local.device))
-    return x.in_any_order(local, x.layout.with_dim(dim, len(rows)))
+    return x.chosen(local, x.layout.with_dim(dim, len(rows)))
 
 
 @implements(Tensor.__getitem__, limits="no mask without dims")

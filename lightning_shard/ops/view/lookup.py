@@ -81,7 +81,7 @@ def looked_up(
     else:
         local = x.local[(slice(None),) * first + tuple(parts)]
     layout = (*x.layout.dims[:first], *index.dims, *x.layout.dims[first + count :])
-    return x.in_any_order(local, Layout(layout, x.layout.grid))
+    return x.chosen(local, Layout(layout, x.layout.grid))
 
 
 def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Complaint) -> Tensor:
