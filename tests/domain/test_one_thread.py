@@ -77,26 +77,33 @@ def test_two_threads_at_once():
     assert x.mean().isfinite()
 
 
+@pytest.mark.slow  # on a busy machine its thread ended early twice, and it is not known why
 @pytest.mark.spmd(2)
 def test_a_thread_that_waits_for_rows_is_at_work():
     x = lightning_shard.shard(torch.randn(1, 1, 512, 512), mesh_of(2), 2)
     store, is_first = store_of_attempt(), dist.get_rank() == 0
+    errors = list[Exception]()
 
     def work():
-        x.sum()
-        if not is_first:
-            store.wait(["refused"])
-        F.conv2d(x, torch.ones(1, 1, 3, 3), padding=1)
+        try:
+            x.sum()
+            if not is_first:
+                store.wait(["refused"])
+            F.conv2d(x, torch.ones(1, 1, 3, 3), padding=1)
+        except Exception as error:
+            errors.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
     if is_first:
         while innermost(thread) != ("wire.py", "brought"):  # it waits for rows of the other rank
+            assert thread.is_alive(), errors
             time.sleep(0.001)
         with pytest.raises(UnsupportedOperationError, match="two threads use split tensors at"):
             x.mean()
         store.set("refused", "")
     thread.join()
+    assert not errors, errors
     forget_refusals()
     store.delete_key("refused")
 
