@@ -45,16 +45,18 @@ def refuse_without_tangents() -> None:
         UnsupportedOperationError: It is called in the forward of an autograd.Function, or on
             simulated ranks, one of which would end the level of the others; or torch records it.
     """
-    if dual_level() >= 0 and ranks_are_threads():
+    if dual_level() < 0:
+        return
+    if ranks_are_threads():
         raise UnsupportedOperationError(
             "in a dual_level of simulated ranks, which share one; call torch.func.jvp instead"
         )
-    if dual_level() >= 0 and _is_recorded():
+    if _is_recorded():
         raise UnsupportedOperationError(
             "in forward mode while torch records a graph, which is of one rank, as "
             "torch.func.linearize does; call torch.func.jvp for each tangent instead"
         )
-    if dual_level() >= 0 and not carries_tangents():
+    if not carries_tangents():
         raise UnsupportedOperationError(
             "in forward mode, inside of an autograd.Function; give the Function plain tensors "
             "(lightning_shard.local_map), or write it in functions of torch"

@@ -149,7 +149,11 @@ class Layout:
 
     def parts(self, *dims: int) -> int:
         """Count the ranks over which `dims` are split (all dims if none is named)."""
-        return self.grid.parts(self.axes(*dims))
+        return self._parts[dims[0]] if len(dims) == 1 else self.grid.parts(self.axes(*dims))
+
+    @cached_property
+    def _parts(self) -> tuple[int, ...]:
+        return tuple([self.grid.parts(axes) for axes in self._axes])
 
     @cached_property
     def _axes(self) -> tuple[tuple[int, ...], ...]:
@@ -157,17 +161,17 @@ class Layout:
 
     def dim(self, dim: int) -> int:
         """`dim` counted from the front; raises IndexError as torch does."""
-        if not -self.ndim <= dim < max(self.ndim, 1):
+        ndim = len(self.dims) or 1  # as in torch, a tensor without dims takes 0 and -1
+        if not -ndim <= dim < ndim:
             raise IndexError(
-                f"Dimension out of range (expected to be in range of [{-self.ndim}, "
-                f"{self.ndim - 1}], but got {dim})"
+                f"Dimension out of range (expected to be in range of [{-ndim}, "
+                f"{ndim - 1}], but got {dim})"
             )
-        return dim % max(self.ndim, 1)
+        return dim % ndim
 
     def with_dim(self, dim: int, extent: int, axes: tuple[int, ...] | None = None) -> "Layout":
         """Return the layout with `dim` of another extent (and split over other axes, if given)."""
-        axes = self.axes(dim) if axes is None else axes
-        return self.with_dims({dim: (Factor(extent, axes),)})
+        return _with_dim(self, dim, extent, axes)
 
     def with_dims(self, changed: dict[int, Dim]) -> "Layout":
         """Return this layout with other factors for the dims in `changed`."""
@@ -189,6 +193,12 @@ def layout_of(dims: tuple[Dim, ...], grid: Grid) -> Layout:
     So it is quicker than a new `Layout` where an operation of each step asks for it.
     """
     return Layout(dims, grid)
+
+
+@lru_cache(maxsize=4096)
+def _with_dim(layout: Layout, dim: int, extent: int, axes: tuple[int, ...] | None) -> Layout:
+    axes = layout.axes(dim) if axes is None else axes
+    return layout.with_dims({dim: (Factor(extent, axes),)})
 
 
 def merge(dim: Sequence[Factor]) -> Dim:

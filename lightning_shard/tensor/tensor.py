@@ -107,7 +107,13 @@ class DomainTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _first_of(_STEPS, func, types, args, kwargs or {})
+        # The order matters. Rows that a function writes are brought back by their own class.
+        if Rows in types:
+            return Rows.__torch_function__(func, types, args, kwargs)
+        # before anything that the compiler could trace
+        if frame_callback() is not None or torch.compiler.is_compiling():
+            return _untraced(func, args, kwargs or {})
+        return _answer(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
@@ -161,40 +167,20 @@ class DomainTensor(Tensor):
         )
 
 
-def _first_of(steps: Sequence[Function], *call: Any) -> Any:
-    """Return what the first step gives that does not leave the call to the next one."""
-    for step in steps:
-        result = step(*call)
-        if result is not _NEXT:
-            return result
-    raise AssertionError("the last step serves every call")
-
-
-def _with_rows(func: Function, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Serve a call that has copies of rows among its arguments, too."""
-    return Rows.__torch_function__(func, types, args, kwargs) if Rows in types else _NEXT
-
-
-def _under_compiler(*call: Any) -> Any:
-    """Go on without a trace, where torch.compile looks: rules run as they are."""
-    if torch.compiler.is_compiling() or frame_callback() is not None:
-        return _untraced(*call)
-    return _NEXT
-
-
 @untraced  # torch.compiler.disable, which would import the compiler here and now
-def _untraced(*call: Any) -> Any:
-    return _first_of(_STEPS[_STEPS.index(_under_compiler) + 1 :], *call)
+def _untraced(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Go on without a trace, where torch.compile looks: rules run as they are."""
+    return _answer(func, args, kwargs)
 
 
-def _fact(func: Function, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Answer what the tensor knows of itself."""
-    fact = FACTS.get(func)
-    return _NEXT if fact is None else fact(func, *args, **kwargs)
+def _answer(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Serve a call by what the tensor knows of itself, by a rule, or by `allow_gather`.
 
-
-def _rule(func: Function, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run the rule, or what `allow_gather` permits; a refusal tells the ways out."""
+    A refusal tells the ways out.
+    """
+    fact = FACTS.get(func)  # before rules, which need values: a shape is known without any
+    if fact is not None:
+        return fact(func, *args, **kwargs)
     try:
         return (_into_out if "out" in kwargs else _by_rule)(func, args, kwargs)
     except UnsupportedOperationError as error:
@@ -211,16 +197,6 @@ def _rule(func: Function, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             "backwards twice, may serve it"
         )
         raise refusal(func, [args, kwargs], reason, DomainTensor) from error
-
-
-_NEXT = object()
-# The order of the steps matters. Beside each stands the reason for its place.
-_STEPS: tuple[Function, ...] = (
-    _with_rows,  # first: rows that a function writes are brought back by their own class
-    _under_compiler,  # before anything that the compiler could trace
-    _fact,  # before rules, which need values: a shape is known without any
-    _rule,  # last: it serves every call, or refuses it by name
-)
 
 
 def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -274,7 +250,14 @@ def on_parts(
     Raises:
         UnsupportedOperationError: There is no rule, or it does not serve this call.
     """
-    if any(part.lazy for part in parts):
+    is_lazy = leaves_empty = False
+    for part in parts:
+        is_lazy = is_lazy or part.lazy
+        layout = part.layout
+        leaves_empty = leaves_empty or (
+            layout.leaves_empty if layout is not None else not part.local.numel()
+        )
+    if is_lazy:
         lazy = rule_for(func, lazy=True)
         rule = lazy or rule
         if lazy is None:
@@ -287,7 +270,7 @@ def on_parts(
         raise UnsupportedOperationError(_WITHOUT_RULE.get(func, without))
     writing = func is Tensor.__setitem__ or changes_first(func, local_args, local_kwargs)
     run = _run_and_write_back if writing else run_rule
-    if any(_leaves_empty(part) for part in parts):
+    if leaves_empty:
         run = replaying_views(run)
     result = run(rule, func, local_args, local_kwargs)
     if func is Tensor.__getitem__:
@@ -300,11 +283,6 @@ def _note(wrappers: dict[int, DomainTensor]) -> None:
         if isinstance(wrapper._part, Subdomain):
             note_domain(wrapper._part.domain)
             return
-
-
-def _leaves_empty(part: Part) -> bool:
-    layout = part.layout
-    return layout.leaves_empty if layout is not None else not part.local.numel()
 
 
 def _run_and_write_back(

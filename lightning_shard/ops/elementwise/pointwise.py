@@ -51,6 +51,7 @@ VIEWS = {
     torch.detach, Tensor.detach, accessors("data").__get__, torch.real, accessors("real").__get__,
     torch.imag, accessors("imag").__get__, torch.conj, Tensor.conj,
 }  # fmt: skip
+_OPERANDS = (Subdomain, Tensor)  # a tuple: a union would be made anew in each call
 NOT_POINTWISE_IN_ALL_FORMS = {"max", "min", "equal", "rrelu"}
 
 
@@ -89,10 +90,12 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         places = rule_for(torch.nonzero)
         assert places is not None
         return places.run(torch.nonzero, *args, **kwargs, as_tuple=True)
-    operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Subdomain | Tensor)]
+    operands = [a for a in (*args, *kwargs.values()) if isinstance(a, _OPERANDS)]
     split = [o for o in operands if isinstance(o, Subdomain)]
-    # the result lies in memory as one of them does; if that is not known of one, it is not known
-    first = next((o for o in split if o.stored != ()), split[0])
+    first = split[0]
+    if first.stored == () and len(split) > 1:
+        # the result lies in memory as one of them does; if that is not known of one, it is not
+        first = next((o for o in split if o.stored != ()), first)
     layout = first.layout if len(operands) == 1 else common_layout(operands)
     if is_in_place(func):
         if not isinstance(args[0], Subdomain) and layout.shape == args[0].shape:
@@ -103,10 +106,11 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             )
         _refuse_in_place(args[0], layout)
 
-    def local(a: Any) -> Any:
-        return local_part(a, layout) if isinstance(a, Subdomain | Tensor) else a
-
-    result = func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+    given = [local_part(a, layout) if isinstance(a, _OPERANDS) else a for a in args]
+    named = {
+        name: local_part(a, layout) if isinstance(a, _OPERANDS) else a for name, a in kwargs.items()
+    }
+    result = func(*given, **named)
     if isinstance(result, tuple):
         return tuple(first.like(r, layout) for r in result)
     if func in VIEWS:

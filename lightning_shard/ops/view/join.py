@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_shard.domain.align import broadcasting, common_layout, local_part, one_factor
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.fetch import Span, fetch, needs_of
-from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.layout import Factor, Layout, layout_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.ops.view.reshape import unsqueeze
@@ -98,7 +98,7 @@ def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) ->
     # torch's own: it lies as in one process, with real and imaginary parts side by side
     joined = torch.stack([local_part(t, layout) for t in tensors], d)
     dims = (*layout.dims[:d], (Factor(len(tensors)),), *layout.dims[d:])
-    return first.like(joined, Layout(dims, layout.grid))
+    return first.like(joined, layout_of(dims, layout.grid))
 
 
 @dataclass(frozen=True)

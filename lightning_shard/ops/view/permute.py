@@ -1,13 +1,13 @@
 """Rules that change the order of dims: each rank's part is permuted as the whole is."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.layout import layout_of
+from lightning_shard.domain.layout import Layout, layout_of
 from lightning_shard.domain.subdomain import BY_STRIDES, Subdomain
 from lightning_shard.ops.registry import implements, listed
 from lightning_shard.processes.torch_private.internals import accessors
@@ -15,12 +15,19 @@ from lightning_shard.processes.torch_private.internals import accessors
 
 def permuted(x: Subdomain, order: Sequence[int]) -> Subdomain:
     """Return the tensor with its dims in another order; nothing travels."""
-    layout = layout_of(tuple(x.layout.dims[d] for d in order), x.layout.grid)
-    stored = x.stored
+    layout, stored = _turned(x.layout, x.stored, tuple(order))
+    return Subdomain(x.local.permute(*order), layout, x.domain, x.copied, stored)
+
+
+@lru_cache(maxsize=4096)
+def _turned(
+    layout: Layout, stored: tuple[int, ...] | None, order: tuple[int, ...]
+) -> tuple[Layout, tuple[int, ...] | None]:
+    """The layout with its dims in another order, and the order of these in memory."""
     if stored not in (None, BY_STRIDES):
-        stored = tuple([order.index(d) for d in stored or range(x.ndim)])
+        stored = tuple([order.index(d) for d in stored or range(layout.ndim)])
         stored = () if [*stored] == sorted(stored) else stored
-    return replace(x.view(x.local.permute(*order), layout), stored=stored)
+    return layout_of(tuple([layout.dims[d] for d in order]), layout.grid), stored
 
 
 @implements(torch.permute, Tensor.permute)

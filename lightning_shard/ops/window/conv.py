@@ -55,14 +55,22 @@ def conv(
     strides, dilations = tuple(per_dim(stride, n)), tuple(per_dim(dilation, n))
     windows = _windows(first, tuple(weight.shape[2:]), strides, paddings, dilations)
     x, weight, bias = cast_for(func, input, weight, bias)  # before rows travel
-    split = tuple([w for w in windows if x.layout.parts(w.dim) > 1 and w.reads_others])
+    split = _reading(x.layout, windows)
+    if not split:
+        return _waiting(func, x, (weight, bias), windows, groups)
     here = group_of(x, weight, windows, split)
     if here is not None:
-        layout, parameters = _layout_of(x, weight, windows), (weight, bias)
+        layout, parameters = _layout_of(x.layout, weight.shape[0], windows), (weight, bias)
         made = conv_together(here, func, x, parameters, windows, split[0], groups, layout)
         return after(made, lambda local: x.like(local, layout))
     found = _while_rows_travel(func, x, (weight, bias), windows, groups)
     return found or _waiting(func, x, (weight, bias), windows, groups)
+
+
+@lru_cache(maxsize=4096)
+def _reading(layout: Layout, windows: tuple[Window, ...]) -> tuple[Window, ...]:
+    """Return the windows that read rows of other ranks."""
+    return tuple([w for w in windows if layout.parts(w.dim) > 1 and w.reads_others])
 
 
 def _while_rows_travel(
@@ -73,8 +81,8 @@ def _while_rows_travel(
     groups: int,
 ) -> Subdomain | None:
     """Convolve this rank's own rows first; None where the rows are to come first."""
-    split = tuple([w for w in windows if x.layout.parts(w.dim) > 1 and w.reads_others])
-    if not split or any(w.before != w.after for w in windows):
+    split = _reading(x.layout, windows)
+    if any(w.before != w.after for w in windows):
         return None
     if joining(x.domain.group(x.layout.axes(*(w.dim for w in split)))) is not None:
         return None  # nothing travels
@@ -92,7 +100,7 @@ def _while_rows_travel(
 
     numbers, group = numbers_of(windows, split, groups), x.domain.group(plan.halo.axes)
     result = overlapped(plan, (local, weight, bias), numbers, plain, group)
-    return x.like(result, _layout_of(x, weight, windows))
+    return x.like(result, _layout_of(x.layout, weight.shape[0], windows))
 
 
 def _waiting(
@@ -104,31 +112,31 @@ def _waiting(
 ) -> Subdomain:
     """Fetch the rows, then convolve."""
     weight, bias = parameters
-    inner = [w.before for w in windows]
-    layout = _layout_of(x, weight, windows)
-    for i, w in enumerate(windows):
-        parted = x.layout.parts(w.dim) > 1
-        if parted and w.reads_others:
+    reading = _reading(x.layout, windows)
+    layout = _layout_of(x.layout, weight.shape[0], windows)
+    for w in windows:
+        if w in reading:
             x = window_rows(
                 x, w.dim, layout.shape[w.dim], kernel=w.kernel, stride=w.stride, padding=w.before,
                 dilation=w.dilation,
             )  # fmt: skip
-            inner[i] = 0
-        elif not parted and w.before != w.after:
+        elif w.before != w.after:
             # 'same' with an even kernel: torch pads the end by one more
             x = x.like(F.pad(x.local, [0, 0] * (x.ndim - w.dim - 1) + [0, w.after - w.before]))
     if 0 in layout.local_shape or x.local.numel() == 0:
         return x.like(_empty(layout, x.local, weight, bias), layout)
-    strides, dilations = [w.stride for w in windows], [w.dilation for w in windows]
+    strides, inner = [w.stride for w in windows], [w.before * (w not in reading) for w in windows]
+    dilations = [w.dilation for w in windows]
     return x.like(func(x.local, weight, bias, strides, inner, dilations, groups), layout)
 
 
-def _layout_of(x: Subdomain, weight: Tensor, windows: tuple[Window, ...]) -> Layout:
-    """The layout of the output."""
-    layout = x.layout.with_dim(windows[0].dim - 1, weight.shape[0])
+@lru_cache(maxsize=4096)
+def _layout_of(of_input: Layout, channels: int, windows: tuple[Window, ...]) -> Layout:
+    """The layout of an output of so many channels."""
+    layout = of_input.with_dim(windows[0].dim - 1, channels)
     for w in windows:
-        if x.layout.parts(w.dim) == 1 or w.reads_others:
-            layout = layout.with_dim(w.dim, w.output(x.shape[w.dim]))
+        if of_input.parts(w.dim) == 1 or w.reads_others:
+            layout = layout.with_dim(w.dim, w.output(of_input.shape[w.dim]))
     return layout
 
 

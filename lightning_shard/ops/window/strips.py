@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from lightning_shard.domain.fetch import Span
 from lightning_shard.domain.halo import Box, Halo, halo_of, places
@@ -19,8 +20,7 @@ INNER = 4  # output rows for each row at the border, from which on the border is
 LEAST = 2**14  # elements of a part; of fewer the numbers cost more than the copy that is saved
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The window of a convolution along one split dim; `before` and `after` are its padding."""
 
     dim: int
