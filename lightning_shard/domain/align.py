@@ -12,7 +12,7 @@ from lightning_shard.domain.comm import all_reduce, of_all, transpose
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, fetch_all, needs_of
 from lightning_shard.domain.forward_mode import in_forward_mode
-from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part_sizes
+from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, layout_of, merge, part_sizes
 from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.narrow import is_dict, is_list
@@ -138,7 +138,10 @@ def spread(x: Subdomain | Tensor, layout: Layout, owner: Subdomain) -> Subdomain
 def broadcasting(x: Subdomain | Tensor, dims: Collection[int]) -> Subdomain | Tensor:
     """Make a stand-in for `x` in `common_layout`, whose `dims` are of extent 1."""
     if isinstance(x, Subdomain):
-        return x.like(x.local, x.layout.with_dims({d: (Factor(1),) for d in dims}))
+        layout = x.layout
+        for d in dims:
+            layout = layout.with_dim(d, 1, ())
+        return x.like(x.local, layout)
     return x.new_empty(()).expand([1 if d in dims else n for d, n in enumerate(x.shape)])
 
 
@@ -228,7 +231,7 @@ def _moved_to(x: Subdomain, layout: Layout) -> Subdomain:
         elif not alike and x.layout.axes(d) == layout.axes(added + d):
             x = one_factor(x, d)
     spread = [d for d, n in enumerate(x.shape) if n != layout.shape[added + d]]
-    target = Layout(layout.dims[added:], layout.grid)
+    target = layout_of(layout.dims[added:], layout.grid)
     return relaid(x, target.with_dims({d: (Factor(1),) for d in spread}))
 
 

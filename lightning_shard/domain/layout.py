@@ -38,7 +38,7 @@ class Grid:
 
     def parts(self, axes: tuple[int, ...]) -> int:
         """Count the parts into which `axes` together split a dim."""
-        return math.prod(self.sizes[a] for a in axes)
+        return self.sizes[axes[0]] if len(axes) == 1 else math.prod([self.sizes[a] for a in axes])
 
     def index(self, axes: tuple[int, ...]) -> int:
         """Return this rank's place along `axes` taken together, the last of them fastest."""
@@ -145,7 +145,9 @@ class Layout:
         """Return the mesh axes over which `dims` are split (all dims if none is named)."""
         if len(dims) == 1:
             return self._axes[dims[0]]
-        return tuple(sorted([a for d in dims or range(self.ndim) for a in self._axes[d]]))
+        if not dims:
+            return self._all_axes
+        return tuple(sorted([a for d in dims for a in self._axes[d]]))
 
     def parts(self, *dims: int) -> int:
         """Count the ranks over which `dims` are split (all dims if none is named)."""
@@ -154,6 +156,10 @@ class Layout:
     @cached_property
     def _parts(self) -> tuple[int, ...]:
         return tuple([self.grid.parts(axes) for axes in self._axes])
+
+    @cached_property
+    def _all_axes(self) -> tuple[int, ...]:
+        return tuple(sorted([a for axes in self._axes for a in axes]))
 
     @cached_property
     def _axes(self) -> tuple[tuple[int, ...], ...]:

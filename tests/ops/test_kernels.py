@@ -1,4 +1,6 @@
-"""How many kernels a split function starts: on a GPU each is idle hardware, however small it is."""
+"""How many kernels and calls of Python a split function takes: on a GPU each is idle hardware."""
+
+import sys
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch.nn.functional as F
 
 import lightning_shard
 from benchmarks.gpu_speed import FAMILIES, Launches, families
-from benchmarks.networks import UNet
+from benchmarks.networks import UNet, ViT
 from lightning_shard.domain.halo import overlapping
 from tests.parity import mesh_of
 
@@ -40,6 +42,38 @@ def test_a_step_of_a_unet_on_one_rank_starts_few_kernels_more():
     assert split.total() <= ONE_RANK * plain.total(), (plain, split)
     grown = {family for family in FAMILIES if split[family] > plain[family]}
     assert not grown, (plain, split)
+
+
+# name: network, calls of Python for each torch function of a step beside those of a plain field
+CALLS = {"U-Net": (lambda: UNet(8), 130), "ViT": (ViT, 100)}
+
+
+@pytest.mark.spmd(1)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_split_function_takes_few_calls_of_python(name):
+    torch.manual_seed(0)
+    make, most = CALLS[name]
+    net, whole = make(), torch.randn(1, 3, 32, 32)
+    split = lightning_shard.shard(whole, mesh_of(1), 2)
+    functions, counts = 0, []
+    for field in (whole, split):
+        for _ in range(3):  # the first ones decide and make constants
+            counts.append(0)
+
+            def count(frame, event, of):
+                nonlocal functions
+                counts[-1] += event in ("call", "c_call")
+                is_split = event == "call" and frame.f_code.co_name == "__torch_function__"
+                functions += is_split and len(counts) == 6
+
+            sys.setprofile(count)
+            try:
+                net(field).square().mean().backward()
+            finally:
+                sys.setprofile(None)
+    plain, ours = counts[2], counts[5]
+    assert functions > 40
+    assert ours - plain <= most * functions, (plain, ours, functions)
 
 
 @pytest.mark.spmd(2)

@@ -48,7 +48,7 @@ class Operands:
     @cached_property
     def owner(self) -> Subdomain:
         """The first split operand; the others are on its mesh."""
-        return subdomains(self._each())[0]
+        return next(x for x in self._each() if isinstance(x, Subdomain))
 
     def described(self) -> tuple[object, ...]:
         """Return what decides how they attend: it is equal for operands that are alike."""
@@ -81,15 +81,9 @@ class Operands:
 
     def shares(self, output: Layout) -> list[tuple[Operand, Layout]]:
         """Return each operand with the layout of what an output of this layout needs of it."""
-        keys = with_last(output, 2, self.key.shape[-2])
-        if self.grouped:
-            keys = keys.with_dim(keys.ndim - 3, self.key.shape[-3])
-        layouts = [
-            with_last(output, 1, self.query.shape[-1]),
-            with_last(keys, 1, self.key.shape[-1]),
-            keys,
-            with_last(output, 1, self.key.shape[-2]),
-        ]
+        heads = self.key.shape[-3] if self.grouped else None
+        *_, count, features = self.key.shape
+        layouts = _needed(output, self.query.shape[-1], (count, features), heads)
         return list(zip(self._each(), layouts, strict=False))
 
     def sequence_axes(self) -> tuple[int, ...]:
@@ -155,6 +149,25 @@ def balance(extent: int, ranks: int) -> float:
 def with_last(layout: Layout, back: int, extent: int) -> Layout:
     """Return the layout with the dim `back` from the end whole and of another extent."""
     return layout.with_dim(layout.ndim - back, extent, ())
+
+
+@lru_cache(maxsize=4096)
+def _needed(
+    output: Layout, of_query: int, of_key: tuple[int, int], heads: int | None
+) -> tuple[Layout, ...]:
+    """The layouts of what an output needs of query, key, value and mask.
+
+    Args:
+        output: The layout of the output.
+        of_query: The number of a query's features.
+        of_key: The number of keys, and of a key's features.
+        heads: The number of a key's heads, where a group of query heads shares one.
+    """
+    keys = with_last(output, 2, of_key[0])
+    if heads is not None:
+        keys = keys.with_dim(keys.ndim - 3, heads)
+    of_mask = with_last(output, 1, of_key[0])
+    return with_last(output, 1, of_query), with_last(keys, 1, of_key[1]), keys, of_mask
 
 
 def bring(x: Operand, wanted: Layout) -> Tensor:
