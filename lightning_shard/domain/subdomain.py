@@ -202,6 +202,10 @@ class Subdomain:
         """Wrap another view of the same rows."""
         return Subdomain(local, layout, self.domain, self.copied, self._order_of_others)
 
+    def alias(self) -> "Subdomain":
+        """Wrap a view of all rows, for functions of which torch gives another tensor."""
+        return Subdomain(self.local[...], self.layout, self.domain, self.copied, self.stored)
+
     @property
     def _order_of_others(self) -> tuple[int, ...] | None:
         """The order in memory of what is made of it: that of its dims is kept, another is not."""

@@ -62,7 +62,7 @@ def _own_dims(func: Callable[..., Tensor], x: Subdomain) -> range:
 def _dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dims: range) -> Subdomain:
     _check_probability(p)
     if not training or p == 0:
-        return x if inplace else x.like(x.local.clone())
+        return x  # the tensor itself, as in torch
 
     def draw(t: Tensor, own: torch.Generator | None) -> None:
         if own is None and not inplace and len(dims) == x.ndim:
@@ -82,7 +82,7 @@ def _alpha_dropped(
     """Dropped elements get the value at which a SELU saturates; mean and variance are kept."""
     _check_probability(p)
     if not training or p == 0:
-        return x if inplace else x.like(x.local.clone())
+        return x  # the tensor itself, as in torch
     kept = _kept(x, p, dims, lambda t, own: t.bernoulli_(1 - p, generator=own))
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
     shift = (kept - 1) * (_ALPHA * scale) + _ALPHA * scale * p

@@ -20,6 +20,7 @@ from lightning_shard.ops.view.permute import permuted
 from lightning_shard.ops.view.reshape import unsqueeze
 from lightning_shard.processes.torch_private.typed import integers
 
+_ALL = slice(None)
 SHORT = 4096  # a plain list of so many rows is read by every rank
 
 
@@ -29,7 +30,7 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
         local = x.local[(slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)]
         return x.view(local, x.layout.with_dim(dim, len(rows)))
     if rows == range(x.shape[dim]):
-        return x
+        return x.alias()
     x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, len(rows))
     (factor,) = layout.dims[dim]
@@ -60,8 +61,8 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
 
 
 def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int]) -> Subdomain:
-    """Output row `o` of `extent` is input row `row_of(o)`; runs of rows travel together."""
-    x = one_factor(x, dim)
+    """Copy input row `row_of(o)` to output row `o` of `extent`; runs of rows travel together."""
+    given, x = x, one_factor(x, dim)
     layout = x.layout.with_dim(dim, extent)
 
     def spans(low: int, high: int) -> list[Span]:
@@ -70,14 +71,14 @@ def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int
         return [(rows[i], rows[j - 1] + 1) for i, j in pairwise(cuts)]
 
     needs = needs_of(extent, layout.grid.parts(layout.axes(dim)), spans)
-    return x.like(fetch(x, dim, needs), layout)
+    return in_own_memory(x.like(fetch(x, dim, needs), layout), given)
 
 
 def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
     """Bring the rows of `dim` that a plain list of them names, in its order."""
     rows = [row_of(x, dim, row) for row in integers(index)]
     if x.layout.axes(dim):
-        taken = in_own_memory(chosen_rows(x, dim, len(rows), rows.__getitem__), x)
+        taken = chosen_rows(x, dim, len(rows), rows.__getitem__)
         return x.chosen(taken.local, taken.layout)
     local = x.local.index_select(dim, torch.tensor(rows, dtype=torch.long, device=x.local.device))
     return x.chosen(local, x.layout.with_dim(dim, len(rows)))
@@ -90,7 +91,11 @@ def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
         x = as_split(x, subdomains(index)[0])
     d = 0
     picks: list[tuple[int, Operand]] = []
+    given = x
     for entry in expanded_index(x.ndim, index, lists=True):
+        if isinstance(entry, slice) and entry == _ALL:
+            d += 1
+            continue
         if entry is None:
             x = unsqueeze(func, x, d)
         elif isinstance(entry, int):
@@ -104,6 +109,7 @@ def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
     if any(d + covers(entry) < after for (d, entry), (after, _) in pairwise(picks)):
         x, picks = brought_in_front(x, picks)
     x = _picked(x, picks) if picks else x
+    x = x.alias() if x is given else x
     return x if x.layout.split_dims or x.copied else x.local
 
 

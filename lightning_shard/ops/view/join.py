@@ -32,8 +32,7 @@ def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kw
     dim = first.layout.dim(dim)
     layout = _without(tensors, dim)
     axes = _axes_of_joined(tensors, dim, layout)
-    extent = sum(t.shape[dim] for t in tensors)
-    target = layout.with_dim(dim, extent, axes)
+    target = layout.with_dim(dim, sum([t.shape[dim] for t in tensors]), axes)
     start = 0
     parts: list[Tensor] = []
     for t in tensors:

@@ -29,7 +29,7 @@ def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
     """Regroup the factors of `x` into dims of `shape` (one entry may be -1)."""
     shape = _resolved(x.shape, tuple(map(int, shape)))
     if shape == x.shape:
-        return x
+        return x.alias()
     return _in_order(x, shape, partial(_reshaped, shape=shape))
 
 
@@ -218,6 +218,8 @@ def flatten(
     first, last = x.layout.dim(start_dim), x.layout.dim(end_dim)
     if first > last:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    if first == last and x.ndim and func in (torch.flatten, Tensor.flatten):
+        return x  # the tensor itself, as in torch
     merged = merge([f for dim in x.layout.dims[first : last + 1] for f in dim])
     layout = layout_of((*x.layout.dims[:first], merged, *x.layout.dims[last + 1 :]), x.layout.grid)
     return _in_order(x, layout.shape, lambda part: _laid_out(part, layout))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import one_factor
+from lightning_shard.domain.align import in_own_memory, one_factor
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -177,7 +177,7 @@ def interpolate(
             x = _interpolate_dim(x, dim, shape[dim], scale, kernel)
         else:
             at_once.append(dim)
-    return _by_torch(x, at_once, shape, scales, kernel)
+    return in_own_memory(_by_torch(x, at_once, shape, scales, kernel), input)
 
 
 def _repeats_own_rows(x: Subdomain, dim: int, output: int, scale: float | None) -> bool:
