@@ -235,7 +235,7 @@ class Subdomain:
         copied = Copied(self, version, self.like(local, layout), index, factor)
         if copied.source.is_inference():
             _uncounted.add(copied)
-        return Subdomain(local, layout, self.domain, copied)
+        return Subdomain(local, layout, self.domain, copied, None if self.stored != () else ())
 
     def perhaps_view(self, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap what is a view of the same rows on some ranks and a copy on others.

@@ -117,6 +117,8 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return first.view(result, layout)
     if not isinstance(result, Tensor):  # NotImplemented, for an operand that it does not know
         return result
+    if first.stored and first.layout != layout:  # its rows were brought in an order of their own
+        return first.in_any_order(result, layout)
     made = first.like(result, layout)
     return replace(made, stored=first.stored) if first.stored and len(operands) == 1 else made
 
@@ -139,20 +141,43 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     asked = kwargs.get("memory_format", args[0] if func is Tensor.contiguous and args else None)
     by_rows = asked == torch.contiguous_format or (asked is None and func is Tensor.contiguous)
     stored = () if by_rows else x.stored if asked in (None, torch.preserve_format) else BY_STRIDES
-    if func is Tensor.contiguous and asked != torch.preserve_format and not x.knows_order:
-        # torch's result is the tensor itself or a copy of it: nobody knows which
-        made = x.copy(result.clone(memory_format=asked or torch.contiguous_format), x.layout)
-        return replace(made, stored=stored)
-    if (
-        result is x.local
-        and func is Tensor.contiguous
-        and not (_lies_dense(x) and x.stored in ((), BY_STRIDES))
-    ):
-        # torch copies the whole of a turned tensor, of which this rank has one row
-        result = result.clone(memory_format=asked or torch.contiguous_format)
+    if func is Tensor.contiguous and asked != torch.preserve_format:
+        copies = _copies_to_rows(x)
+        if copies is None:  # nobody knows whether torch's result is the tensor itself or a copy
+            made = x.copy(result.clone(memory_format=asked or torch.contiguous_format), x.layout)
+            return replace(made, stored=stored)
+        if copies and result is x.local:  # a part of one row is one, where the whole is not
+            result = result.clone(memory_format=asked or torch.contiguous_format)
+    if result is x.local:
+        return x
     if not isinstance(result, Tensor):  # the name of type()
         return result
     return replace(x.like(result), stored=stored)
+
+
+def _copies_to_rows(x: Subdomain) -> bool | None:
+    """Return True if torch makes a copy of the whole to lay it row by row; None if nobody knows."""
+    if not x.knows_order:
+        return None
+    if x.copied is None:
+        return not (_lies_dense(x) and x.stored in ((), BY_STRIDES))
+    if x.stored not in ((), BY_STRIDES):
+        return True
+    whole = _whole(x)
+    return None if whole is None else not whole.is_contiguous()
+
+
+def _whole(x: Subdomain) -> Tensor | None:
+    """A tensor without memory that lies as the whole of copied rows; None if nobody knows how."""
+    if x.stored != ():
+        return None
+    if x.copied is None:
+        return torch.empty(x.shape, device="meta")
+    parent = _whole(x.copied.parent)
+    if parent is None or x.copied.index is None:
+        return None
+    rows = parent[x.copied.index]
+    return rows if rows.shape == x.shape else None
 
 
 def _lies_dense(x: Subdomain) -> bool:

@@ -1,5 +1,6 @@
 """Chooses rows by position: slices, single rows, lists of rows, and rows that a function names."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -55,6 +56,8 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
         x = one_factor(x, dim)
         parts = x.layout.grid.parts(x.layout.axes(dim))
         local, place, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
+        if moved and x.shape[dim] > 1 < math.prod(x.shape[:dim]):
+            local = torch.cat([local, local], dim)  # a view of a row lies apart, as in torch
     dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
     picked, index = local.select(dim, place), (slice(None),) * dim + (row,)
     return x.copy(picked, layout_of(dims, x.layout.grid), moved=moved, index=index)

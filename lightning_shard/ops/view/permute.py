@@ -26,7 +26,8 @@ def _turned(
     """The layout with its dims in another order, and the order of these in memory."""
     if stored not in (None, BY_STRIDES):
         stored = tuple([order.index(d) for d in stored or range(layout.ndim)])
-        stored = () if [*stored] == sorted(stored) else stored
+        long = [d for d in stored if layout.shape[order[d]] != 1]  # others lie anywhere
+        stored = () if long == sorted(long) else stored
     return layout_of(tuple([layout.dims[d] for d in order]), layout.grid), stored
 
 

@@ -21,6 +21,7 @@ from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, layout_of, merge, partition
 from lightning_shard.domain.memory_format import dims_in_memory
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.elementwise.pointwise import convert
 from lightning_shard.ops.registry import implements, listed
 from lightning_shard.processes.torch_private.typed import typed_torch
 
@@ -42,6 +43,7 @@ def _reshaped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
         if len(_kept) >= _LIMIT:
             _kept.clear()
         _kept[x.layout, shape] = result.layout
+        return _laid_out(x, result.layout)  # one step may give a view where several do not
     return result
 
 
@@ -77,6 +79,11 @@ def _laid_out(x: Subdomain, layout: Layout) -> Subdomain:
     strides = x.local.stride()
     if x.local.numel() == 0 or strides == _dense_strides(tuple(x.local.shape)):
         return x.perhaps_view(local, layout)
+    expanded = tuple([d for d, n in enumerate(x.local.shape) if n > 1 and not strides[d]])
+    if expanded and x.stored == () and not _is_view_of_expanded(x.shape, expanded, layout.shape):
+        return x.in_rows(
+            x.local.clone(memory_format=torch.contiguous_format).view_as(local), layout
+        )
     order = tuple(dims_in_memory(strides)) if 0 not in strides and len(strides) == x.ndim else ()
     if _is_copied(x.shape, order, layout.shape) and _is_view(
         tuple(x.local.shape), strides, layout.local_shape
@@ -108,6 +115,15 @@ def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int
     except (RuntimeError, ValueError):  # the latter while torch traces
         return False
     return True
+
+
+@lru_cache(maxsize=4096)
+def _is_view_of_expanded(
+    shape: tuple[int, ...], expanded: tuple[int, ...], target: tuple[int, ...]
+) -> bool:
+    """Return True if torch gives a view of a tensor whose dims `expanded` repeat one row."""
+    rows = [1 if d in expanded else n for d, n in enumerate(shape)]
+    return _is_view(shape, torch.empty(rows, device="meta").expand(shape).stride(), target)
 
 
 @lru_cache(maxsize=4096)
@@ -215,6 +231,8 @@ def flatten(
     func: Callable[..., Any], x: Subdomain, start_dim: int = 0, end_dim: int = -1
 ) -> Subdomain:
     """Merge dims; nothing travels."""
+    if func in (torch.ravel, Tensor.ravel):  # ravel copies a column, and flatten is a view of it
+        x = convert(Tensor.contiguous, x)
     first, last = x.layout.dim(start_dim), x.layout.dim(end_dim)
     if first > last:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
