@@ -121,6 +121,7 @@ class Copied:
 
 
 BY_STRIDES = (-1,)
+APART, PERHAPS_APART = (-2,), (-3,)
 _uncounted: WeakSet[Copied] = WeakSet()  # nobody counts writes in inference mode
 
 
@@ -147,7 +148,9 @@ class Subdomain:
         copied: The source of rows that are a copy where torch would give a view.
         stored: The dims in the order in which the whole tensor would have them in memory, the
             outermost first; empty where that is the order of its dims. `BY_STRIDES` where only the
-            strides of `local` tell, which they cannot of one row; None where nobody knows.
+            strides of `local` tell, which they cannot of one row. `APART` where the dims are in
+            order, and other rows lie between, as in a slice, which the strides of `local` may not
+            show; `PERHAPS_APART` in views of such. None where nobody knows.
     """
 
     local: Tensor
@@ -182,11 +185,16 @@ class Subdomain:
 
     def chosen(self, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap rows that were chosen of it. Those of a turned tensor lie otherwise than torch's."""
-        return Subdomain(local, layout, self.domain, None, None if self.stored != () else ())
+        return Subdomain(local, layout, self.domain, None, () if self.is_in_order else None)
 
     def in_any_order(self, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap a new local tensor that may lie in memory otherwise than torch's result would."""
         return Subdomain(local, layout, self.domain, None, None)
+
+    @property
+    def is_in_order(self) -> bool:
+        """True if the dims of the whole tensor lie in memory in their order."""
+        return self.stored in ((), APART, PERHAPS_APART)
 
     @property
     def knows_order(self) -> bool:
@@ -200,7 +208,14 @@ class Subdomain:
 
     def view(self, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap another view of the same rows."""
-        return Subdomain(local, layout, self.domain, self.copied, self._order_of_others)
+        stored = PERHAPS_APART if self.stored and self.is_in_order else self._order_of_others
+        return Subdomain(local, layout, self.domain, self.copied, stored)
+
+    def apart(self, view: "Subdomain") -> "Subdomain":
+        """Return a view of it whose rows lie apart in memory; its strides may not show it."""
+        if not self.is_in_order or view.copied is not None:
+            return view
+        return Subdomain(view.local, view.layout, view.domain, None, APART)
 
     def alias(self) -> "Subdomain":
         """Wrap a view of all rows, for functions of which torch gives another tensor."""
@@ -209,7 +224,7 @@ class Subdomain:
     @property
     def _order_of_others(self) -> tuple[int, ...] | None:
         """The order in memory of what is made of it: that of its dims is kept, another is not."""
-        return BY_STRIDES if self.stored else self.stored
+        return () if self.is_in_order else BY_STRIDES if self.stored else None
 
     def copy(
         self,
@@ -235,7 +250,7 @@ class Subdomain:
         copied = Copied(self, version, self.like(local, layout), index, factor)
         if copied.source.is_inference():
             _uncounted.add(copied)
-        return Subdomain(local, layout, self.domain, copied, None if self.stored != () else ())
+        return Subdomain(local, layout, self.domain, copied, () if self.is_in_order else None)
 
     def perhaps_view(self, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap what is a view of the same rows on some ranks and a copy on others.

@@ -16,7 +16,7 @@ from lightning_shard.domain.align import common_layout, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.memory_format import format_of
-from lightning_shard.domain.subdomain import BY_STRIDES, Subdomain
+from lightning_shard.domain.subdomain import APART, BY_STRIDES, PERHAPS_APART, Subdomain
 from lightning_shard.ops.become import BecameSplit, become_split, made_from_split
 from lightning_shard.ops.registry import implements, is_in_place, listed, rule_for
 from lightning_shard.processes.device import DEVICES
@@ -93,9 +93,9 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     operands = [a for a in (*args, *kwargs.values()) if isinstance(a, _OPERANDS)]
     split = [o for o in operands if isinstance(o, Subdomain)]
     first = split[0]
-    if first.stored == () and len(split) > 1:
+    if first.is_in_order and len(split) > 1:
         # the result lies in memory as one of them does; if that is not known of one, it is not
-        first = next((o for o in split if o.stored != ()), first)
+        first = next((o for o in split if not o.is_in_order), first)
     layout = first.layout if len(operands) == 1 else common_layout(operands)
     if is_in_place(func):
         if not isinstance(args[0], Subdomain) and layout.shape == args[0].shape:
@@ -117,10 +117,11 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return first.view(result, layout)
     if not isinstance(result, Tensor):  # NotImplemented, for an operand that it does not know
         return result
-    if first.stored and first.layout != layout:  # its rows were brought in an order of their own
+    turned = first.stored if not first.is_in_order else None
+    if turned and first.layout != layout:  # its rows were brought in an order of their own
         return first.in_any_order(result, layout)
     made = first.like(result, layout)
-    return replace(made, stored=first.stored) if first.stored and len(operands) == 1 else made
+    return replace(made, stored=turned) if turned and len(operands) == 1 else made
 
 
 def elementwise(func: Callable[..., Any], *operands: Subdomain | Tensor) -> Any:
@@ -140,7 +141,8 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
         return x.perhaps_view(result, x.layout)  # a write into it has no graph
     asked = kwargs.get("memory_format", args[0] if func is Tensor.contiguous and args else None)
     by_rows = asked == torch.contiguous_format or (asked is None and func is Tensor.contiguous)
-    stored = () if by_rows else x.stored if asked in (None, torch.preserve_format) else BY_STRIDES
+    kept = () if x.is_in_order else x.stored
+    stored = () if by_rows else kept if asked in (None, torch.preserve_format) else BY_STRIDES
     if func is Tensor.contiguous and asked != torch.preserve_format:
         copies = _copies_to_rows(x)
         if copies is None:  # nobody knows whether torch's result is the tensor itself or a copy
@@ -157,8 +159,10 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _copies_to_rows(x: Subdomain) -> bool | None:
     """Return True if torch makes a copy of the whole to lay it row by row; None if nobody knows."""
-    if not x.knows_order:
+    if not x.knows_order or x.stored == PERHAPS_APART:
         return None
+    if x.stored == APART:
+        return True
     if x.copied is None:
         return not (_lies_dense(x) and x.stored in ((), BY_STRIDES))
     if x.stored not in ((), BY_STRIDES):

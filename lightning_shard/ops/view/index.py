@@ -29,7 +29,9 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
     """Take the rows `rows` of `dim`, which ascend."""
     if not x.layout.axes(dim):
         local = x.local[(slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)]
-        return x.view(local, x.layout.with_dim(dim, len(rows)))
+        taken = x.view(local, x.layout.with_dim(dim, len(rows)))
+        # with several rows the strides of each rank show what lies between
+        return x.apart(taken) if x.layout.leaves_one_row and _lies_apart(x, dim, rows) else taken
     if rows == range(x.shape[dim]):
         return x.alias()
     x = one_factor(x, dim)
@@ -46,7 +48,14 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
     if rows.step > 1:
         local = local[(slice(None),) * dim + (slice(None, None, rows.step),)]
     index = (slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)
-    return x.copy(local, layout, moved=moved, index=index)
+    taken = x.copy(local, layout, moved=moved, index=index)
+    return x.apart(taken) if _lies_apart(x, dim, rows) else taken
+
+
+def _lies_apart(x: Subdomain, dim: int, rows: range) -> bool:
+    """Return True if other elements of the whole lie between those of some of its rows."""
+    several = math.prod(x.shape[:dim]) > 1 and len(rows) < x.shape[dim]
+    return several or (rows.step > 1 and len(rows) > 1)
 
 
 def single(x: Subdomain, dim: int, row: int) -> Subdomain:
@@ -60,7 +69,9 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
             local = torch.cat([local, local], dim)  # a view of a row lies apart, as in torch
     dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
     picked, index = local.select(dim, place), (slice(None),) * dim + (row,)
-    return x.copy(picked, layout_of(dims, x.layout.grid), moved=moved, index=index)
+    taken = x.copy(picked, layout_of(dims, x.layout.grid), moved=moved, index=index)
+    is_apart = x.shape[dim] > 1 < math.prod(x.shape[:dim])
+    return x.apart(taken) if is_apart and x.layout.leaves_one_row else taken
 
 
 def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int]) -> Subdomain:

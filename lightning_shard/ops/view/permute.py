@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.layout import Layout, layout_of
-from lightning_shard.domain.subdomain import BY_STRIDES, Subdomain
+from lightning_shard.domain.subdomain import APART, BY_STRIDES, PERHAPS_APART, Subdomain
 from lightning_shard.ops.registry import implements, listed
 from lightning_shard.processes.torch_private.internals import accessors
 
@@ -25,9 +25,10 @@ def _turned(
 ) -> tuple[Layout, tuple[int, ...] | None]:
     """The layout with its dims in another order, and the order of these in memory."""
     if stored not in (None, BY_STRIDES):
-        stored = tuple([order.index(d) for d in stored or range(layout.ndim)])
+        is_apart, in_order = stored in (APART, PERHAPS_APART), range(layout.ndim)
+        stored = tuple([order.index(d) for d in (in_order if is_apart else stored or in_order)])
         long = [d for d in stored if layout.shape[order[d]] != 1]  # others lie anywhere
-        stored = () if long == sorted(long) else stored
+        stored = stored if long != sorted(long) else PERHAPS_APART if is_apart else ()
     return layout_of(tuple([layout.dims[d] for d in order]), layout.grid), stored
 
 

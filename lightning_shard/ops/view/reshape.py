@@ -59,11 +59,12 @@ def _in_order(
     If torch would copy it, the result is a copy on all ranks. If nobody knows, it is read only.
     """
     known = x.knows_order
-    if (known and not (x.stored and x.layout.leaves_one_row)) or (
+    by_order = known and (x.stored == () or not x.is_in_order)
+    if (by_order and not (x.stored and x.layout.leaves_one_row)) or (
         _without_ones(x.shape) == _without_ones(shape)  # a view in any order
     ):
         return regroup(x)
-    if known and x.copied is None and x.stored and _is_copied(x.shape, x.stored, shape):
+    if by_order and x.copied is None and x.stored and _is_copied(x.shape, x.stored, shape):
         return regroup(x.in_rows(x.local.clone(memory_format=torch.contiguous_format)))
     result = regroup(x)
     return x.copy(result.local, result.layout)
