@@ -61,16 +61,16 @@ def _lies_apart(x: Subdomain, dim: int, rows: range) -> bool:
 def single(x: Subdomain, dim: int, row: int) -> Subdomain:
     """Take row `row` of `dim` to every rank; the dim itself goes."""
     local, place, moved = x.local, row, False
+    is_apart = _lies_apart(x, dim, range(row, row + 1))
     if x.layout.axes(dim):
         x = one_factor(x, dim)
         parts = x.layout.grid.parts(x.layout.axes(dim))
         local, place, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
-        if moved and x.shape[dim] > 1 < math.prod(x.shape[:dim]):
+        if moved and is_apart:
             local = torch.cat([local, local], dim)  # a view of a row lies apart, as in torch
     dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
     picked, index = local.select(dim, place), (slice(None),) * dim + (row,)
     taken = x.copy(picked, layout_of(dims, x.layout.grid), moved=moved, index=index)
-    is_apart = x.shape[dim] > 1 < math.prod(x.shape[:dim])
     return x.apart(taken) if is_apart and x.layout.leaves_one_row else taken
 
 
