@@ -159,6 +159,29 @@ STEPS: dict[str, Callable[[Draw], Step]] = {
     ),
 }
 
+# functions of which torch gives a view of some tensors
+VIEWS: dict[str, Callable[[Draw], Step]] = {
+    "narrow": lambda draw: lambda x: x.narrow(draw.dim, 0, draw.count),
+    "movedim": lambda draw: lambda x: x.movedim(draw.dim, 0),
+    "rows": lambda draw: lambda x: x[draw.rows],
+    "first part": lambda draw: lambda x: x.split(draw.count, draw.dim)[0],
+    "last part": lambda draw: lambda x: x.chunk(draw.count, draw.dim)[-1],
+    "row": lambda draw: lambda x: x.unbind(draw.dim)[draw.place],
+    "transpose": lambda draw: lambda x: x.transpose(-1, draw.dim),
+    "flatten": lambda draw: lambda x: x.flatten(draw.dim),
+    "ravel": lambda _: lambda x: x.ravel(),
+    "unflatten": lambda draw: lambda x: x.unflatten(draw.dim, (draw.divisor, -1)),
+    "unsqueeze": lambda draw: lambda x: x.unsqueeze(draw.dim),
+    "squeeze": lambda draw: lambda x: x.squeeze(draw.dim),
+    "reshape": lambda _: lambda x: x.reshape(tuple(reversed(x.shape))),
+    "turned": lambda draw: lambda x: x.permute(draw.order).reshape(x.shape),
+    "contiguous": lambda draw: lambda x: x.permute(draw.order).contiguous(),
+    "unfold": lambda draw: lambda x: x.unfold(draw.dim, draw.count, draw.count),
+    "every second": lambda _: lambda x: x.flatten()[::2],
+    "detach": lambda _: lambda x: x.detach(),
+}
+FUNCTIONS = STEPS | VIEWS
+
 
 @dataclass(frozen=True)
 class Program:

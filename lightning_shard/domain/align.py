@@ -14,6 +14,7 @@ from lightning_shard.domain.fetch import fetch, fetch_all, needs_of
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, layout_of, merge, part_sizes
 from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
+from lightning_shard.domain.strides import of_view
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.narrow import is_dict, is_list
 from lightning_shard.processes.torch_private.internals import storage_key
@@ -34,7 +35,8 @@ def in_own_memory(result: Subdomain, given: Subdomain) -> Subdomain:
     A write into the result would else change what it was made from.
     """
     if storage_key(result.local) == storage_key(given.local):
-        return result.like(result.local.clone(), result.layout)
+        copied = result.local.clone()
+        return Subdomain(copied, result.layout, result.domain, None, result.alike(copied).strides)
     return result
 
 
@@ -71,11 +73,11 @@ def one_factor(x: Subdomain, dim: int) -> Subdomain:
         return x
     factors = merge(x.layout.dims[dim])
     if len(factors) == 1:
-        return x.view(x.local, x.layout.with_dims({dim: factors}))
+        return x.view(x.local, x.layout.with_dims({dim: factors}), x.strides)
     layout = x.layout.with_dim(dim, x.shape[dim])
     parts = layout.grid.parts(layout.axes(dim))
     needs = needs_of(x.shape[dim], parts, lambda low, high: [(low, high)])
-    return x.copy(fetch(x, dim, needs), layout, index=(slice(None),) * x.ndim)
+    return x.copy(fetch(x, dim, needs), layout, x.strides, index=(slice(None),) * x.ndim)
 
 
 def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) -> Subdomain:
@@ -129,10 +131,13 @@ def spread(x: Subdomain | Tensor, layout: Layout, owner: Subdomain) -> Subdomain
     part = local_part(x, layout)
     local = part.expand(layout.local_shape)
     if not isinstance(x, Subdomain):  # where a rank would write its own rows of the whole
-        return owner.like(x.new_empty(1)).copy(local, layout, moved=bool(layout.split_dims))
+        strides = of_view(tuple(x.shape), x.stride(), "expand", layout.shape)
+        is_part = bool(layout.split_dims)
+        return owner.in_rows(x.new_empty(1)).copy(local, layout, strides, moved=is_part)
     added = layout.ndim - x.ndim
     repeated = (d for d in layout.split_dims if d < added or x.shape[d - added] < layout.shape[d])
-    return x.copy(local, layout, moved=part is not x.local or any(True for _ in repeated))
+    moved = part is not x.local or any(True for _ in repeated)
+    return x.copy(local, layout, x.strides_of("expand", layout.shape), moved=moved)
 
 
 def broadcasting(x: Subdomain | Tensor, dims: Collection[int]) -> Subdomain | Tensor:

@@ -10,6 +10,7 @@ data.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -114,6 +115,12 @@ class Layout:
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         return tuple([_extent(dim) for dim in self.dims])
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of the whole tensor where it lies row by row."""
+        steps = accumulate([max(n, 1) for n in reversed(self.shape[1:])], operator.mul, initial=1)
+        return tuple(steps)[::-1] if self.dims else ()
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:

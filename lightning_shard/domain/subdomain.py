@@ -14,6 +14,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain.layout import Grid, Layout
+from lightning_shard.domain.strides import (
+    Strides,
+    are_in_order,
+    has_channels_last,
+    of_copy,
+    of_view,
+    of_whole,
+)
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened, storage_key, version_of
 from lightning_shard.processes.torch_private.typed import integers
@@ -120,8 +128,6 @@ class Copied:
         return self.version != version_of(self.source)
 
 
-BY_STRIDES = (-1,)
-APART, PERHAPS_APART = (-2,), (-3,)
 _uncounted: WeakSet[Copied] = WeakSet()  # nobody counts writes in inference mode
 
 
@@ -146,18 +152,15 @@ class Subdomain:
         layout: The split of the whole tensor.
         domain: The process groups.
         copied: The source of rows that are a copy where torch would give a view.
-        stored: The dims in the order in which the whole tensor would have them in memory, the
-            outermost first; empty where that is the order of its dims. `BY_STRIDES` where only the
-            strides of `local` tell, which they cannot of one row. `APART` where the dims are in
-            order, and other rows lie between, as in a slice, which the strides of `local` may not
-            show; `PERHAPS_APART` in views of such. None where nobody knows.
+        strides: The strides that the whole tensor has in one process, equal on all ranks; None
+            where nobody knows them. Only a tensor that lies densely has parts that lie so, too.
     """
 
     local: Tensor
     layout: Layout
     domain: Domain
     copied: Copied | None = None
-    stored: tuple[int, ...] | None = ()
+    strides: Strides | None = None
     lazy: ClassVar[bool] = False
 
     @property
@@ -181,55 +184,76 @@ class Subdomain:
 
     def like(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
         """Wrap a new local tensor on the same domain; its layout is this one by default."""
-        return Subdomain(local, layout or self.layout, self.domain, None, self._order_of_others)
+        layout = layout or self.layout
+        strides = layout.strides if self.is_in_order else self._strides_in_format(local, layout)
+        return Subdomain(local, layout, self.domain, None, strides)
 
-    def chosen(self, local: Tensor, layout: Layout) -> "Subdomain":
-        """Wrap rows that were chosen of it. Those of a turned tensor lie otherwise than torch's."""
-        return Subdomain(local, layout, self.domain, None, () if self.is_in_order else None)
+    def _strides_in_format(self, local: Tensor, layout: Layout) -> Strides | None:
+        """Strides of a result with the channels last, as this has them; of others nobody knows."""
+        if self.strides is None or not has_channels_last(self.shape, self.strides):
+            return None
+        strides = of_whole(tuple(local.shape), local.stride(), layout)
+        is_kept = strides is not None and has_channels_last(layout.shape, strides)
+        return strides if is_kept else None
+
+    def alike(self, local: Tensor) -> "Subdomain":
+        """Wrap new memory like it, such as a clone or a tensor of another dtype."""
+        if self.strides == self.layout.strides:
+            return Subdomain(local, self.layout, self.domain, None, self.strides)
+        strides = None if self.strides is None else of_copy(self.shape, self.strides)
+        return Subdomain(local, self.layout, self.domain, None, strides)
+
+    def in_rows(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
+        """Wrap a new local tensor of a whole one that lies row by row, as torch would make it."""
+        layout = layout or self.layout
+        return Subdomain(local, layout, self.domain, None, layout.strides)
 
     def in_any_order(self, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap a new local tensor that may lie in memory otherwise than torch's result would."""
-        return Subdomain(local, layout, self.domain, None, None)
+        return Subdomain(local, layout, self.domain)
+
+    def chosen(self, local: Tensor, layout: Layout) -> "Subdomain":
+        """Wrap rows that were chosen of it. Those of a turned tensor lie otherwise than torch's."""
+        wrap = self.in_rows if self.is_in_order else self.in_any_order
+        return wrap(local, layout)
 
     @property
     def is_in_order(self) -> bool:
         """True if the dims of the whole tensor lie in memory in their order."""
-        return self.stored in ((), APART, PERHAPS_APART)
+        if self.strides == self.layout.strides:
+            return True
+        return self.strides is not None and are_in_order(self.shape, self.strides)
 
     @property
-    def knows_order(self) -> bool:
-        """True if all ranks know in which order the dims of the whole tensor lie in memory."""
-        by_strides = self.stored == BY_STRIDES and not self.layout.leaves_one_row
-        return by_strides or self.stored not in (None, BY_STRIDES)
+    def strides_shown(self) -> Strides:
+        """The strides; if nobody knows them, those that the parts suggest, else those of rows."""
+        if self.strides is not None:
+            return self.strides
+        told = of_whole(tuple(self.local.shape), self.local.stride(), self.layout)
+        return self.layout.strides if told is None else told
 
-    def in_rows(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
-        """Wrap a new local tensor of a whole one that lies row by row, as torch would make it."""
-        return Subdomain(local, layout or self.layout, self.domain)
+    def strides_of(self, function: str, *args: object) -> Strides | None:
+        """Strides of a view of the whole tensor; None if torch gives none, or nobody knows it.
 
-    def view(self, local: Tensor, layout: Layout) -> "Subdomain":
-        """Wrap another view of the same rows."""
-        stored = PERHAPS_APART if self.stored and self.is_in_order else self._order_of_others
-        return Subdomain(local, layout, self.domain, self.copied, stored)
+        Args:
+            function: The name of a method of `Tensor`.
+            args: Its arguments.
+        """
+        return None if self.strides is None else of_view(self.shape, self.strides, function, *args)
 
-    def apart(self, view: "Subdomain") -> "Subdomain":
-        """Return a view of it whose rows lie apart in memory; its strides may not show it."""
-        if not self.is_in_order or view.copied is not None:
-            return view
-        return Subdomain(view.local, view.layout, view.domain, None, APART)
+    def view(self, local: Tensor, layout: Layout, strides: Strides | None) -> "Subdomain":
+        """Wrap another view of the same rows; of the whole tensor it would have these strides."""
+        return Subdomain(local, layout, self.domain, self.copied, strides)
 
     def alias(self) -> "Subdomain":
         """Wrap a view of all rows, for functions of which torch gives another tensor."""
-        return Subdomain(self.local[...], self.layout, self.domain, self.copied, self.stored)
-
-    @property
-    def _order_of_others(self) -> tuple[int, ...] | None:
-        """The order in memory of what is made of it: that of its dims is kept, another is not."""
-        return () if self.is_in_order else BY_STRIDES if self.stored else None
+        return self.view(self.local[...], self.layout, self.strides)
 
     def copy(
         self,
         local: Tensor,
         layout: Layout,
+        strides: Strides | None,
         *,
         moved: bool = True,
         index: tuple[Any, ...] | None = None,
@@ -240,24 +264,26 @@ class Subdomain:
         Args:
             local: The rows.
             layout: The split of the rows.
+            strides: The strides of torch's view of the whole tensor.
             moved: True if any rank got rows of another; the same on all ranks.
             index: The index that chooses them in this tensor, if they can be written back there.
             factor: By what they are multiplied then.
         """
         if not moved:
-            return self.view(local, layout)
+            return self.view(local, layout, strides)
         version = self.copied.version if self.copied else version_of(self.local)
         copied = Copied(self, version, self.like(local, layout), index, factor)
         if copied.source.is_inference():
             _uncounted.add(copied)
-        return Subdomain(local, layout, self.domain, copied, () if self.is_in_order else None)
+        # rows that travelled lie in the order of their dims
+        return Subdomain(local, layout, self.domain, copied, strides if self.is_in_order else None)
 
-    def perhaps_view(self, local: Tensor, layout: Layout) -> "Subdomain":
+    def perhaps_view(self, local: Tensor, layout: Layout, strides: Strides | None) -> "Subdomain":
         """Wrap what is a view of the same rows on some ranks and a copy on others.
 
         Of rows that are a copy it is read only.
         """
-        return self.copy(local, layout, moved=self.copied is not None)
+        return self.copy(local, layout, strides, moved=self.copied is not None)
 
 
 def domain_of(mesh: DeviceMesh) -> Domain:

@@ -71,7 +71,7 @@ def of_one(func: Callable[..., Any], *options: Any) -> Callable[..., Tensor]:
 def _cast(x: Any, dtype: torch.dtype) -> Any:
     if x is None or not x.dtype.is_floating_point or x.dtype == torch.float64:
         return x
-    return x.like(x.local.to(dtype)) if isinstance(x, Subdomain) else x.to(dtype)
+    return x.alike(x.local.to(dtype)) if isinstance(x, Subdomain) else x.to(dtype)
 
 
 def _local(x: Subdomain | Tensor) -> Tensor:

@@ -161,9 +161,8 @@ class _Leave(Function):
         _ = ctx.saved_tensors
         if grads[0] is None:
             return None, None
-        return DomainTensor(
-            Subdomain(grads[0] / ranks_of(ctx.domain), ctx.layout, ctx.domain)
-        ), None
+        grad = grads[0] / ranks_of(ctx.domain)
+        return DomainTensor(Subdomain(grad, ctx.layout, ctx.domain, None, ctx.layout.strides)), None
 
 
 def _entered(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.memory_format import dims_in_memory
+from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.torch_private.internals import accessors, is_view, without_rules
 from lightning_shard.tensor.part import part_of
 
@@ -35,7 +35,7 @@ OF_WRAPPER = attributes_of(
 }  # fmt: skip
 # Facts of the autograd graph and of memory, which are the local tensor's.
 OF_LOCAL = attributes_of("is_leaf retains_grad output_nr _version grad_dtype") | {
-    Tensor.retain_grad, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg, Tensor.is_pinned,
+    Tensor.retain_grad, Tensor.is_conj, Tensor.is_neg, Tensor.is_pinned,
     torch.is_conj, torch.is_neg,
 }  # fmt: skip
 
@@ -68,15 +68,12 @@ def _base(func: Callable[..., Any], x: Any) -> Any:
     return x if is_view(part_of(x).local) else None
 
 
-def _stride(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Strides of a tensor of the global shape whose dims lie in memory as the local ones do."""
-    local, shape = part_of(x).local, list(x.shape)
-    order, stored = list(range(len(shape))), shape
-    if local.ndim == len(shape) and not local.is_contiguous():
-        order = dims_in_memory(local.stride())
-        stored = [n if local.stride(d) else 1 for d, n in enumerate(shape)]  # expanded dims
-    whole = torch.empty([stored[d] for d in order], device="meta")
-    whole = whole.permute([order.index(d) for d in range(len(shape))]).expand(shape)
+def _of_memory(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Strides and formats of the whole tensor in one process; row by row if nobody knows them."""
+    part = part_of(x)
+    strides = part.strides_shown if isinstance(part, Subdomain) else None  # not a lazy spectrum
+    whole = torch.empty(x.shape, device="meta")
+    whole = whole if strides is None else torch.empty_strided(x.shape, strides, device="meta")
     return func(whole, *args, **kwargs)
 
 
@@ -87,7 +84,8 @@ def _facts() -> dict[Any, Callable[..., Any]]:
         accessors("requires_grad").__get__: _requires_grad,
         accessors("grad_fn").__get__: _grad_fn,
         accessors("_base").__get__: _base,
-        Tensor.stride: _stride,
+        Tensor.stride: _of_memory,
+        Tensor.is_contiguous: _of_memory,
     }
 
 

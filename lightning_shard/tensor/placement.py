@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain.align import gathered, take_part
 from lightning_shard.domain.layout import Layout, splits_of
-from lightning_shard.domain.memory_format import dims_in_memory
-from lightning_shard.domain.subdomain import BY_STRIDES, Subdomain, domain_of
+from lightning_shard.domain.strides import of_copy, of_whole
+from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
 from lightning_shard.tensor.autograd_function import install_functions
 from lightning_shard.tensor.local_mesh import LocalField, LocalMesh
@@ -50,8 +50,8 @@ def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int
     part = take_part(plain, layout)
     # the strides of a part of one row, which a view of the whole has, would say nothing
     stored = torch.contiguous_format if part.is_contiguous() else torch.preserve_format
-    order = () if plain.is_contiguous() else tuple(dims_in_memory(plain.stride()))
-    split = DomainTensor(Subdomain(part.clone(memory_format=stored), layout, domain, stored=order))
+    strides = of_copy(layout.shape, plain.stride())
+    split = DomainTensor(Subdomain(part.clone(memory_format=stored), layout, domain, None, strides))
     if not stranger:
         return split
     named = split.as_subclass(type(tensor))
@@ -88,8 +88,9 @@ def from_local(
             f"{tuple(local.shape)}. Split the rows as torch.tensor_split does, or leave the shape "
             "out: rows then move to where they belong."
         )
-    order = () if local.is_contiguous() else BY_STRIDES
-    return DomainTensor(Subdomain(local, layout, domain, stored=order))
+    strides = of_whole(layout.local_shape, local.stride(), layout)
+    strides = layout.strides if local.is_contiguous() else strides
+    return DomainTensor(Subdomain(local, layout, domain, None, strides))
 
 
 def _install() -> None:

@@ -24,6 +24,7 @@ from lightning_shard.domain.align import take_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.strides import of_copy
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.errors import StuckError
 from lightning_shard.processes.torch_private.internals import in_transform, without_rules
@@ -316,8 +317,8 @@ def _field_of(
         like.new_zeros(layout.local_shape) if x is None else x
         for x, layout in zip(locals_, layouts, strict=True)
     ]
-    parts = map(Subdomain, filled, layouts, call.tiles.domains)
-    return call.field([*parts])
+    each = zip(filled, layouts, call.tiles.domains, strict=True)
+    return call.field([Subdomain(x, at, domain, None, at.strides) for x, at, domain in each])
 
 
 def as_field(tiles: Tiles, grad: Any, layouts: Sequence[Layout] | None) -> Tensor:
@@ -336,12 +337,13 @@ def cut_as(tensor: Tensor, tiles: Tiles, layouts: Sequence[Layout]) -> TileTenso
         layouts: The layout of each tile.
     """
     call = Call(tiles, [tensor], records=torch.is_grad_enabled() and tensor.requires_grad)
+    strides = of_copy(tuple(tensor.shape), tensor.stride())
 
     def compute(tile: int, locals_: list[Any]) -> Subdomain:
         part = take_part(locals_[0], layouts[tile])
         stored = torch.contiguous_format if part.is_contiguous() else torch.preserve_format
         rows = part.clone(memory_format=stored)
-        return Subdomain(rows, layouts[tile], tiles.domains[tile])
+        return Subdomain(rows, layouts[tile], tiles.domains[tile], None, strides)
 
     made = call.field(call.run(compute))
     call.enter()

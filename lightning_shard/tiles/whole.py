@@ -50,7 +50,8 @@ def made_by(
     call = Call(tiles, [], records=False)
 
     def compute(tile: int, _: list[Any]) -> Subdomain:
-        return Subdomain(read(rows_of(layouts[tile])), layouts[tile], tiles.domains[tile])
+        layout = layouts[tile]
+        return Subdomain(read(rows_of(layout)), layout, tiles.domains[tile], None, layout.strides)
 
     return call.field(call.run(compute))
 

@@ -128,7 +128,8 @@ def diagonal(
         raise UnsupportedOperationError("a diagonal of dims of which one is split")
     local = torch.diagonal(x.local, offset, one, two)
     kept = [factors for d, factors in enumerate(x.layout.dims) if d not in (one, two)]
-    return x.view(local, Layout((*kept, (Factor(local.shape[-1]),)), x.layout.grid))
+    layout = Layout((*kept, (Factor(local.shape[-1]),)), x.layout.grid)
+    return x.view(local, layout, x.strides_of("diagonal", offset, one, two))
 
 
 @composes(torch.diag_embed, Tensor.diag_embed)

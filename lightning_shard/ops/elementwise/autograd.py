@@ -89,9 +89,10 @@ def register_hook(func: Callable[..., Any], x: Any, hook: Callable[[Any], Any]) 
     """Let a hook see the gradient, split, as many times smaller as there are ranks."""
     part, shown = x.subdomain, type(x)
     layout, domain = part.layout, part.domain  # not x: a hook must not keep its own tensor alive
+    strides = layout.strides if part.is_in_order else None
 
     def local_hook(gradient: Tensor) -> Tensor | None:
-        changed = hook(shown(Subdomain(gradient / ranks_of(domain), layout, domain)))
+        changed = hook(shown(Subdomain(gradient / ranks_of(domain), layout, domain, None, strides)))
         return None if changed is None else _part_of(changed, layout) * ranks_of(domain)
 
     return part.local.register_hook(local_hook)
@@ -103,8 +104,12 @@ def register_post_accumulate_grad_hook(
 ) -> Any:
     """Let a hook see the leaf as a split tensor."""
     part, shown = x.subdomain, type(x)
-    layout, domain = part.layout, part.domain
-    return func(part.local, lambda local: hook(shown(Subdomain(local, layout, domain))))
+    layout, domain, strides = part.layout, part.domain, part.strides
+
+    def local_hook(leaf: Tensor) -> None:
+        hook(shown(Subdomain(leaf, layout, domain, None, strides)))
+
+    return func(part.local, local_hook)
 
 
 @implements(_GRAD.__get__, checked=False)
@@ -113,7 +118,8 @@ def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
     if x.local.grad is None:
         return None
     ranks, index = ranks_of(x.domain), (slice(None),) * x.ndim
-    return x.like(x.local.grad).copy(x.local.grad / ranks, x.layout, index=index, factor=ranks)
+    grad = x.like(x.local.grad)
+    return grad.copy(x.local.grad / ranks, x.layout, grad.strides, index=index, factor=ranks)
 
 
 @implements(_GRAD.__set__, checked=False)

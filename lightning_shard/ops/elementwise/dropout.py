@@ -73,7 +73,7 @@ def _dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dims: ran
 
     kept = _kept(x, p, dims, draw)
     factor = kept / (1 - p) if p < 1 else kept
-    return x.like(x.local.mul_(factor) if inplace else x.local * factor)
+    return x.alike(x.local.mul_(factor) if inplace else x.local * factor)
 
 
 def _alpha_dropped(
@@ -87,16 +87,17 @@ def _alpha_dropped(
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
     shift = (kept - 1) * (_ALPHA * scale) + _ALPHA * scale * p
     factor = kept * scale
-    return x.like(x.local.mul_(factor).add_(shift) if inplace else x.local * factor + shift)
+    return x.alike(x.local.mul_(factor).add_(shift) if inplace else x.local * factor + shift)
 
 
 def _kept(x: Subdomain, p: float, dims: range, draw: Draw) -> Tensor:
     """One for what is kept, zero for what is dropped; one number for all dims after `dims`."""
     if p == 1:  # as torch: without drawing
         return x.local.new_zeros(())
+    if len(dims) == x.ndim:
+        return drawn(x.alike(x.local), draw)
     ones = x.layout.with_dims({d: (Factor(1),) for d in range(x.ndim) if d not in dims})
-    like = x.local if len(dims) == x.ndim else x.local.new_empty(ones.local_shape)
-    return drawn(x.like(like, ones), draw)
+    return drawn(x.in_rows(x.local.new_empty(ones.local_shape), ones), draw)
 
 
 def _check_probability(p: float) -> None:

@@ -4,8 +4,7 @@ The family is discovered: all of torch's functions whose ATen operator carries t
 `torch.f`, `Tensor.f`, `Tensor.f_`, `F.f` and `torch.special.f`, with the operators of `Tensor`.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 from lightning_shard.domain.align import common_layout, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.memory_format import format_of
-from lightning_shard.domain.subdomain import APART, BY_STRIDES, PERHAPS_APART, Subdomain
+from lightning_shard.domain.strides import Strides, in_format, of_result
+from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import BecameSplit, become_split, made_from_split
 from lightning_shard.ops.registry import implements, is_in_place, listed, rule_for
 from lightning_shard.processes.device import DEVICES
@@ -52,6 +51,10 @@ VIEWS = {
     torch.imag, accessors("imag").__get__, torch.conj, Tensor.conj,
 }  # fmt: skip
 _OPERANDS = (Subdomain, Tensor)  # a tuple: a union would be made anew in each call
+# their results lie row by row, however their operands lie
+IN_ROWS = "masked_fill log_sigmoid logsigmoid mvlgamma multigammaln"
+# they exchange their operands before the result is laid in memory as these are
+EXCHANGING = "rsub __rsub__ __rdiv__ __rtruediv__ __rfloordiv__ __rmod__ __rpow__"
 NOT_POINTWISE_IN_ALL_FORMS = {"max", "min", "equal", "rrelu"}
 
 
@@ -83,6 +86,10 @@ def _pointwise_functions() -> list[Callable[..., Any]]:
     return [f for f in {*functions, *operators, *getters} if f not in conversions]
 
 
+_IN_ROWS = {*_named({*IN_ROWS.split()}, torch, Tensor, torch.special, F, functions_of_cpp)}
+_EXCHANGING = {*_named({*EXCHANGING.split()}, torch, Tensor)}
+
+
 @implements(*_pointwise_functions(), checked=False)
 def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Broadcast the layouts, then compute on the local parts."""
@@ -93,9 +100,6 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     operands = [a for a in (*args, *kwargs.values()) if isinstance(a, _OPERANDS)]
     split = [o for o in operands if isinstance(o, Subdomain)]
     first = split[0]
-    if first.is_in_order and len(split) > 1:
-        # the result lies in memory as one of them does; if that is not known of one, it is not
-        first = next((o for o in split if not o.is_in_order), first)
     layout = first.layout if len(operands) == 1 else common_layout(operands)
     if is_in_place(func):
         if not isinstance(args[0], Subdomain) and layout.shape == args[0].shape:
@@ -111,17 +115,46 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name: local_part(a, layout) if isinstance(a, _OPERANDS) else a for name, a in kwargs.items()
     }
     result = func(*given, **named)
-    if isinstance(result, tuple):
-        return tuple(first.like(r, layout) for r in result)
     if func in VIEWS:
-        return first.view(result, layout)
+        return first.view(result, layout, _strides_of_view(first, result))
+    strides = _strides_of_result(func, args, operands, layout)
+    if isinstance(result, tuple):
+        return tuple(Subdomain(r, layout, first.domain, None, strides) for r in result)
     if not isinstance(result, Tensor):  # NotImplemented, for an operand that it does not know
         return result
-    turned = first.stored if not first.is_in_order else None
-    if turned and first.layout != layout:  # its rows were brought in an order of their own
-        return first.in_any_order(result, layout)
-    made = first.like(result, layout)
-    return replace(made, stored=turned) if turned and len(operands) == 1 else made
+    return Subdomain(result, layout, first.domain, None, strides)
+
+
+def _strides_of_result(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    operands: Sequence[Subdomain | Tensor],
+    layout: Layout,
+) -> Strides | None:
+    """Strides of the whole result; None where nobody knows them of one of the operands."""
+    in_rows, known, layouts = True, list[tuple[tuple[int, ...], Strides]](), [layout]
+    for x in operands:
+        if isinstance(x, Tensor):
+            in_rows = in_rows and x.is_contiguous()
+            if x.ndim:
+                known.append((tuple(x.shape), x.stride()))
+            continue
+        if x.strides is None:
+            return None
+        in_rows = in_rows and x.strides == x.layout.strides
+        known.append((x.shape, x.strides))
+        layouts.append(x.layout)
+    if in_rows or func in _IN_ROWS:
+        return layout.strides
+    if func in _EXCHANGING or (args and not isinstance(args[0], _OPERANDS)):
+        return None
+    brought = any(own != layout for own in layouts)  # rows that travelled lie in an order of theirs
+    return None if brought else of_result(*known)
+
+
+def _strides_of_view(x: Subdomain, view: Tensor) -> Strides | None:
+    is_half = x.dtype.is_complex and not view.is_complex()  # real or imaginary parts
+    return x.strides if x.strides is None or not is_half else tuple([2 * n for n in x.strides])
 
 
 def elementwise(func: Callable[..., Any], *operands: Subdomain | Tensor) -> Any:
@@ -138,62 +171,23 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
         return func(x, *args, **kwargs)
     result = func(x.local, *args, **kwargs)
     if func in VIEWS:
-        return x.perhaps_view(result, x.layout)  # a write into it has no graph
+        return x.perhaps_view(result, x.layout, x.strides)  # a write into it has no graph
     asked = kwargs.get("memory_format", args[0] if func is Tensor.contiguous and args else None)
-    by_rows = asked == torch.contiguous_format or (asked is None and func is Tensor.contiguous)
-    kept = () if x.is_in_order else x.stored
-    stored = () if by_rows else kept if asked in (None, torch.preserve_format) else BY_STRIDES
-    if func is Tensor.contiguous and asked != torch.preserve_format:
-        copies = _copies_to_rows(x)
-        if copies is None:  # nobody knows whether torch's result is the tensor itself or a copy
-            made = x.copy(result.clone(memory_format=asked or torch.contiguous_format), x.layout)
-            return replace(made, stored=stored)
-        if copies and result is x.local:  # a part of one row is one, where the whole is not
-            result = result.clone(memory_format=asked or torch.contiguous_format)
-    if result is x.local:
-        return x
+    if func is Tensor.contiguous and asked is None:
+        asked = torch.contiguous_format
     if not isinstance(result, Tensor):  # the name of type()
         return result
-    return replace(x.like(result), stored=stored)
-
-
-def _copies_to_rows(x: Subdomain) -> bool | None:
-    """Return True if torch makes a copy of the whole to lay it row by row; None if nobody knows."""
-    if not x.knows_order or x.stored == PERHAPS_APART:
-        return None
-    if x.stored == APART:
-        return True
-    if x.copied is None:
-        return not (_lies_dense(x) and x.stored in ((), BY_STRIDES))
-    if x.stored not in ((), BY_STRIDES):
-        return True
-    whole = _whole(x)
-    return None if whole is None else not whole.is_contiguous()
-
-
-def _whole(x: Subdomain) -> Tensor | None:
-    """A tensor without memory that lies as the whole of copied rows; None if nobody knows how."""
-    if x.stored != ():
-        return None
-    if x.copied is None:
-        return torch.empty(x.shape, device="meta")
-    parent = _whole(x.copied.parent)
-    if parent is None or x.copied.index is None:
-        return None
-    rows = parent[x.copied.index]
-    return rows if rows.shape == x.shape else None
-
-
-def _lies_dense(x: Subdomain) -> bool:
-    """Return True if dims of several rows have the strides of new memory."""
-    if format_of(x.local) != torch.contiguous_format:
-        return True
-    step = 1
-    for d in reversed(range(x.ndim)):
-        if x.shape[d] > 1 and x.local.stride(d) != step:
-            return False
-        step *= x.local.shape[d]
-    return True
+    if asked in (None, torch.preserve_format):
+        return x if result is x.local else x.alike(result)
+    is_perhaps_same = result is x.local or func is Tensor.contiguous
+    copies, strides = in_format(x.shape, x.strides or x.layout.strides, asked)
+    if is_perhaps_same and x.strides is not None and not copies:
+        return x
+    if result is x.local:  # a part of one row lies so, where the whole does not
+        result = result.clone(memory_format=asked)
+    if is_perhaps_same and x.strides is None:  # nobody knows whether torch's result is a copy
+        return x.copy(result, x.layout, strides)
+    return Subdomain(result, x.layout, x.domain, None, strides)
 
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)

@@ -5,9 +5,8 @@ advances it equally and code that draws plain tensors stays in step. The numbers
 generator of their own, seeded by that seed and the place of this rank's part.
 
 Inside `with use_exact_random():` they are those of one process: every rank draws the numbers of the
-whole tensor, in the order of its memory, and keeps its part. Where no rank has two rows of a dim,
-that order is not known for it, and the numbers of a tensor that does not lie row by row may have
-other places.
+whole tensor, in the order of its memory, and keeps its part. Where that order is not known and
+some rank has one row of a dim, it draws them row by row.
 """
 
 import contextlib
@@ -19,16 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import (
-    all_gather_small,
-    common_layout,
-    gathered,
-    local_part,
-    take_part,
-)
+from lightning_shard.domain.align import common_layout, gathered, local_part, take_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.memory_format import dims_in_memory
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 
@@ -140,30 +132,10 @@ def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) ->
         result = torch.empty_like(local)
         draw(result, own_generator(x, generator))
         return result
-    order = _order_in_memory(x)
-    whole = torch.empty_permuted(x.shape, order, dtype=local.dtype, device=local.device)
+    whole = torch.empty_strided(x.shape, x.strides_shown, dtype=local.dtype, device=local.device)
     with alike(x, generator, local.device):
         draw(whole, generator)
     return take_part(whole, x.layout).clone(memory_format=torch.preserve_format)
-
-
-def _order_in_memory(x: Subdomain) -> list[int]:
-    """Return the dims as the whole tensor has them in memory, equal on all ranks.
-
-    One row of a dim says nothing on its steps. Where some ranks have no more, all take the order of
-    the first rank that has two rows of each dim. If none has, a dim of one row comes before the dim
-    that follows it.
-    """
-    local, told = x.local, [n > 1 or x.shape[d] == 1 for d, n in enumerate(x.local.shape)]
-    order = [d for d in dims_in_memory(local.stride()) if told[d]]
-    for d in [d for d in reversed(range(x.ndim)) if not told[d]]:
-        order.insert(order.index(d + 1) if d + 1 < x.ndim else len(order), d)
-    split = [d for d in range(x.ndim) if x.layout.axes(d) and x.shape[d] > 1]
-    if all(2 * x.layout.parts(d) <= x.shape[d] for d in split):
-        return order
-    own = torch.tensor([int(all(told)), *order], device=local.device)
-    everyone = all_gather_small(x, tuple(range(len(x.layout.grid.sizes))), own).tolist()
-    return next((given for known, *given in everyone if known), everyone[0][1:])
 
 
 _FILLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
@@ -196,9 +168,9 @@ def _new_numbers(
     requires_grad: bool = False,
     **options: Any,
 ) -> Subdomain:
-    like = x.like(torch.empty_like(x.local, **options))
+    like = x.alike(torch.empty_like(x.local, **options))
     result = drawn(like, lambda t, g: fill(t, generator=g), generator)
-    return x.like(result.requires_grad_(requires_grad))
+    return x.alike(result.requires_grad_(requires_grad))
 
 
 @implements(Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_, Tensor.random_,

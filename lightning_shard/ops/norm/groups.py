@@ -144,6 +144,8 @@ def mixed(parts: Tensor, weights: Tensor | None = None) -> Tensor:
         parts: Mean and variance of each part.
         weights: The share of the values that each part has; alike if None.
     """
+    if not parts.numel():  # no group is here
+        return parts.sum(0)
     if weights is None:
         spread, both = torch.var_mean(parts, 0, correction=0)
         if in_forward_mode():

@@ -49,7 +49,7 @@ def setitem(
             place.append(slice(chosen.start, chosen.stop, chosen.step))
             continue
         factors = merge(x.layout.dims[d])
-        x = x.view(x.local, x.layout.with_dims({d: factors}))
+        x = x.view(x.local, x.layout.with_dims({d: factors}), x.strides)
         value, where = (_owned if len(factors) == 1 else _owned_of_product)(x, d, chosen, value)
         place.append(where)
     if sum(isinstance(where, Tensor) for where in place) > 1:

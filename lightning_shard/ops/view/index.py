@@ -1,6 +1,5 @@
 """Chooses rows by position: slices, single rows, lists of rows, and rows that a function names."""
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -11,6 +10,7 @@ from torch import Tensor
 from lightning_shard.domain.align import in_own_memory, one_factor, subdomains
 from lightning_shard.domain.fetch import Span, fetch, needs_of, route_of
 from lightning_shard.domain.layout import layout_of
+from lightning_shard.domain.strides import Strides, are_dense
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.aligned import Operand, as_split
@@ -29,11 +29,10 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
     """Take the rows `rows` of `dim`, which ascend."""
     if not x.layout.axes(dim):
         local = x.local[(slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)]
-        taken = x.view(local, x.layout.with_dim(dim, len(rows)))
-        # with several rows the strides of each rank show what lies between
-        return x.apart(taken) if x.layout.leaves_one_row and _lies_apart(x, dim, rows) else taken
+        return x.view(local, x.layout.with_dim(dim, len(rows)), _strides_of_rows(x, dim, rows))
     if rows == range(x.shape[dim]):
         return x.alias()
+    strides = _strides_of_rows(x, dim, rows)
     x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, len(rows))
     (factor,) = layout.dims[dim]
@@ -48,30 +47,29 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
     if rows.step > 1:
         local = local[(slice(None),) * dim + (slice(None, None, rows.step),)]
     index = (slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)
-    taken = x.copy(local, layout, moved=moved, index=index)
-    return x.apart(taken) if _lies_apart(x, dim, rows) else taken
+    return x.copy(local, layout, strides, moved=moved, index=index)
 
 
-def _lies_apart(x: Subdomain, dim: int, rows: range) -> bool:
-    """Return True if other elements of the whole lie between those of some of its rows."""
-    several = math.prod(x.shape[:dim]) > 1 and len(rows) < x.shape[dim]
-    return several or (rows.step > 1 and len(rows) > 1)
+def _strides_of_rows(x: Subdomain, dim: int, rows: range) -> Strides | None:
+    if x.strides is None or rows.step == 1:
+        return x.strides
+    return tuple([n * rows.step if d == dim else n for d, n in enumerate(x.strides)])
 
 
 def single(x: Subdomain, dim: int, row: int) -> Subdomain:
     """Take row `row` of `dim` to every rank; the dim itself goes."""
     local, place, moved = x.local, row, False
-    is_apart = _lies_apart(x, dim, range(row, row + 1))
+    dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
+    layout = layout_of(dims, x.layout.grid)
+    strides = None if x.strides is None else x.strides[:dim] + x.strides[dim + 1 :]
     if x.layout.axes(dim):
         x = one_factor(x, dim)
         parts = x.layout.grid.parts(x.layout.axes(dim))
         local, place, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
-        if moved and is_apart:
+        if moved and strides is not None and not are_dense(layout.shape, strides):
             local = torch.cat([local, local], dim)  # a view of a row lies apart, as in torch
-    dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
     picked, index = local.select(dim, place), (slice(None),) * dim + (row,)
-    taken = x.copy(picked, layout_of(dims, x.layout.grid), moved=moved, index=index)
-    return x.apart(taken) if is_apart and x.layout.leaves_one_row else taken
+    return x.copy(picked, layout, strides, moved=moved, index=index)
 
 
 def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int]) -> Subdomain:
@@ -85,15 +83,14 @@ def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int
         return [(rows[i], rows[j - 1] + 1) for i, j in pairwise(cuts)]
 
     needs = needs_of(extent, layout.grid.parts(layout.axes(dim)), spans)
-    return in_own_memory(x.like(fetch(x, dim, needs), layout), given)
+    return in_own_memory(x.chosen(fetch(x, dim, needs), layout), given)
 
 
 def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
     """Bring the rows of `dim` that a plain list of them names, in its order."""
     rows = [row_of(x, dim, row) for row in integers(index)]
     if x.layout.axes(dim):
-        taken = chosen_rows(x, dim, len(rows), rows.__getitem__)
-        return x.chosen(taken.local, taken.layout)
+        return chosen_rows(x, dim, len(rows), rows.__getitem__)
     local = x.local.index_select(dim, torch.tensor(rows, dtype=torch.long, device=x.local.device))
     return x.chosen(local, x.layout.with_dim(dim, len(rows)))
 

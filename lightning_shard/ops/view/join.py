@@ -12,6 +12,7 @@ from lightning_shard.domain.align import broadcasting, common_layout, local_part
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor, Layout, layout_of
+from lightning_shard.domain.strides import Strides, of_joined, of_whole
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.ops.view.reshape import unsqueeze
@@ -44,7 +45,27 @@ def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kw
         parts.append(local)
         start += t.shape[dim]
     sources = [t.local if isinstance(t, Subdomain) else t for t in tensors]
-    return first.like(concatenated(parts, dim, sources), target)
+    found = concatenated(parts, dim, sources)
+    return Subdomain(found, target, first.domain, None, _strides(tensors, dim, found, target))
+
+
+def _strides(tensors: Sequence[Operand], dim: int, found: Tensor, layout: Layout) -> Strides | None:
+    """Strides of the whole result, where the parts lie as it does.
+
+    Of turned tensors torch also asks for the strides of dims of one row, which are not exact here.
+    """
+    strides = [t.stride() if isinstance(t, Tensor) else t.strides for t in tensors]
+    rows = [Layout.of(t.shape, {}, layout.grid).strides for t in tensors]
+    if strides == rows:
+        return layout.strides
+    known = [
+        (tuple(t.shape), own)
+        for t, own in zip(tensors, strides, strict=True)
+        if own is not None and 1 not in t.shape
+    ]
+    whole = of_joined(dim, *known) if len(known) == len(tensors) else None
+    told = of_whole(tuple(found.shape), found.stride(), layout)
+    return whole if whole == told else None
 
 
 def _axes_of_joined(tensors: Sequence[Operand], dim: int, layout: Layout) -> tuple[int, ...]:

@@ -8,28 +8,24 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.layout import Layout, layout_of
-from lightning_shard.domain.subdomain import APART, BY_STRIDES, PERHAPS_APART, Subdomain
+from lightning_shard.domain.strides import Strides
+from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements, listed
 from lightning_shard.processes.torch_private.internals import accessors
 
 
 def permuted(x: Subdomain, order: Sequence[int]) -> Subdomain:
     """Return the tensor with its dims in another order; nothing travels."""
-    layout, stored = _turned(x.layout, x.stored, tuple(order))
-    return Subdomain(x.local.permute(*order), layout, x.domain, x.copied, stored)
+    return x.view(x.local.permute(*order), *_turned(x.layout, x.strides, tuple(order)))
 
 
 @lru_cache(maxsize=4096)
 def _turned(
-    layout: Layout, stored: tuple[int, ...] | None, order: tuple[int, ...]
-) -> tuple[Layout, tuple[int, ...] | None]:
-    """The layout with its dims in another order, and the order of these in memory."""
-    if stored not in (None, BY_STRIDES):
-        is_apart, in_order = stored in (APART, PERHAPS_APART), range(layout.ndim)
-        stored = tuple([order.index(d) for d in (in_order if is_apart else stored or in_order)])
-        long = [d for d in stored if layout.shape[order[d]] != 1]  # others lie anywhere
-        stored = stored if long != sorted(long) else PERHAPS_APART if is_apart else ()
-    return layout_of(tuple([layout.dims[d] for d in order]), layout.grid), stored
+    layout: Layout, strides: Strides | None, order: tuple[int, ...]
+) -> tuple[Layout, Strides | None]:
+    """The layout and the strides with the dims in another order."""
+    turned = layout_of(tuple([layout.dims[d] for d in order]), layout.grid)
+    return turned, None if strides is None else tuple([strides[d] for d in order])
 
 
 @implements(torch.permute, Tensor.permute)
@@ -65,7 +61,7 @@ def reverse_dims(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 def adjoint(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     """Exchange the last two dims and conjugate; nothing travels."""
     turned = transpose(func, x, -2, -1)
-    return turned.view(turned.local.conj(), turned.layout)
+    return turned.view(turned.local.conj(), turned.layout, turned.strides)
 
 
 @implements(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis)

@@ -112,12 +112,12 @@ def by_counts(x: Subdomain, d: int, counts: Operand, output_size: int | None) ->
     wanted = list(pairwise(partition(total, grid.parts(axes))))
     local = rows.repeat_interleave(often, d)
     local = exchange_rows(local, d, spans_of(sizes), wanted, group)
-    return x.like(local, x.layout.with_dim(d, total, axes))
+    return x.chosen(local, x.layout.with_dim(d, total, axes))
 
 
 def _interleaved(x: Subdomain, dim: int, repeats: int | Tensor) -> Subdomain:
     local = x.local.repeat_interleave(repeats, dim)
-    return x.like(local, x.layout.with_dim(dim, local.shape[dim]))
+    return x.chosen(local, x.layout.with_dim(dim, local.shape[dim]))
 
 
 @implements(typed_torch.broadcast_tensors)

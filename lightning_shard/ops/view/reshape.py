@@ -8,7 +8,7 @@ partition of N rows is not that of n times N / n. A reshape that cuts across dim
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import Tensor
 from lightning_shard.domain.align import common_layout, one_factor, spread, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, route_of
-from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, layout_of, merge, partition
-from lightning_shard.domain.memory_format import dims_in_memory
+from lightning_shard.domain.layout import Dim, Factor, Layout, layout_of, merge, partition
+from lightning_shard.domain.strides import are_dense, joins_split
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.elementwise.pointwise import convert
 from lightning_shard.ops.registry import implements, listed
+from lightning_shard.processes.torch_private.internals import storage_key
 from lightning_shard.processes.torch_private.typed import typed_torch
 
 
@@ -31,123 +32,68 @@ def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
     shape = _resolved(x.shape, tuple(map(int, shape)))
     if shape == x.shape:
         return x.alias()
-    return _in_order(x, shape, partial(_reshaped, shape=shape))
-
-
-def _reshaped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     layout = _kept.get((x.layout, shape))
     if layout is not None:
-        return _laid_out(x, layout)
-    result = _regrouped(x, shape)
-    if shape and not result.copied:
+        return _as_in_torch(x, x.local.reshape(layout.local_shape), layout)
+    flat = _regrouped(x, shape)
+    if shape and not flat.copied:
         if len(_kept) >= _LIMIT:
             _kept.clear()
-        _kept[x.layout, shape] = result.layout
-        return _laid_out(x, result.layout)  # one step may give a view where several do not
-    return result
+        _kept[x.layout, shape] = flat.layout
+        # one step may give a view where several do not
+        return _as_in_torch(x, x.local.reshape(flat.layout.local_shape), flat.layout)
+    return _as_in_torch(x, flat.local, flat.layout, moved=flat.copied is not None)
 
 
 _LIMIT = 4096
 _kept: dict[tuple[Layout, tuple[int, ...]], Layout] = {}  # reshapes for which no row moves
 
 
-def _in_order(
-    x: Subdomain, shape: tuple[int, ...], regroup: Callable[[Subdomain], Subdomain]
-) -> Subdomain:
-    """Regroup dims, as torch does with the order of the whole tensor in memory.
+def _as_in_torch(x: Subdomain, local: Tensor, layout: Layout, *, moved: bool = False) -> Subdomain:
+    """Wrap the rows of `x` in other dims, as the view or the copy that torch gives of the whole.
 
-    If torch would copy it, the result is a copy on all ranks. If nobody knows, it is read only.
+    Where nobody knows which of them torch gives, and where the parts are no views of parts, the
+    result is read only.
+
+    Args:
+        x: The tensor.
+        local: The rows of the result.
+        layout: The layout of the result.
+        moved: True if they are a copy here, on all ranks alike.
     """
-    known = x.knows_order
-    by_order = known and (x.stored == () or not x.is_in_order)
-    if (by_order and not (x.stored and x.layout.leaves_one_row)) or (
-        _without_ones(x.shape) == _without_ones(shape)  # a view in any order
-    ):
-        return regroup(x)
-    if by_order and x.copied is None and x.stored and _is_copied(x.shape, x.stored, shape):
-        return regroup(x.in_rows(x.local.clone(memory_format=torch.contiguous_format)))
-    result = regroup(x)
-    return x.copy(result.local, result.layout)
+    if x.strides == x.layout.strides and not (moved or x.copied) and x.local.is_contiguous():
+        return x.view(local, layout, layout.strides)
+    strides = x.strides_of("view", layout.shape)
+    is_own = storage_key(local) != storage_key(x.local)
+    if x.strides is not None and strides is None:
+        rows = torch.contiguous_format
+        copied = local.contiguous() if is_own else local.clone(memory_format=rows)
+        return x.in_rows(copied, layout)
+    if x.strides is None:
+        moved |= _without_ones(x.shape) != _without_ones(layout.shape)
+    elif not are_dense(x.shape, x.strides):
+        moved |= joins_split(x.layout, x.strides, layout.shape)
+    moved |= x.copied is not None or (is_own and local.numel() > 0)
+    return x.copy(local, layout, strides, moved=moved)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([n for n in shape if n != 1])
 
 
-def _laid_out(x: Subdomain, layout: Layout) -> Subdomain:
-    """`x` with its dims regrouped, each element on its rank."""
-    local = x.local.reshape(layout.local_shape)
-    strides = x.local.stride()
-    if x.local.numel() == 0 or strides == _dense_strides(tuple(x.local.shape)):
-        return x.perhaps_view(local, layout)
-    expanded = tuple([d for d, n in enumerate(x.local.shape) if n > 1 and not strides[d]])
-    if expanded and x.stored == () and not _is_view_of_expanded(x.shape, expanded, layout.shape):
-        return x.in_rows(
-            x.local.clone(memory_format=torch.contiguous_format).view_as(local), layout
-        )
-    order = tuple(dims_in_memory(strides)) if 0 not in strides and len(strides) == x.ndim else ()
-    if _is_copied(x.shape, order, layout.shape) and _is_view(
-        tuple(x.local.shape), strides, layout.local_shape
-    ):  # a part of one row may be seen in another shape where the whole may not
-        return x.perhaps_view(local.clone(), layout)
-    # rows that lie apart in memory, as those of a slice of the whole do; on all ranks alike
-    copied = not _is_view(_first_part(x.layout), strides, _first_part(layout))
-    moved = copied and _is_view(x.shape, strides, layout.shape)
-    return x.copy(local, layout, moved=moved or x.copied is not None)
-
-
-@lru_cache(maxsize=4096)
-def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
-@lru_cache(maxsize=4096)
-def _first_part(layout: Layout) -> tuple[int, ...]:
-    """The shape of the first rank's part, which is the largest."""
-    grid = Grid(layout.grid.sizes, (0,) * len(layout.grid.sizes))
-    return layout_of(layout.dims, grid).local_shape
-
-
-@lru_cache(maxsize=4096)
-def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Return True if torch gives a view of shape `target` of a tensor of these strides."""
-    try:
-        torch.empty_strided(shape, strides, device="meta").view(target)
-    except (RuntimeError, ValueError):  # the latter while torch traces
-        return False
-    return True
-
-
-@lru_cache(maxsize=4096)
-def _is_view_of_expanded(
-    shape: tuple[int, ...], expanded: tuple[int, ...], target: tuple[int, ...]
-) -> bool:
-    """Return True if torch gives a view of a tensor whose dims `expanded` repeat one row."""
-    rows = [1 if d in expanded else n for d, n in enumerate(shape)]
-    return _is_view(shape, torch.empty(rows, device="meta").expand(shape).stride(), target)
-
-
-@lru_cache(maxsize=4096)
-def _is_copied(shape: tuple[int, ...], order: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Return True if torch copies to give `target` of a whole tensor in this order of dims."""
-    if list(order) == sorted(order):
-        return False
-    stored = torch.empty([shape[d] for d in order], device="meta")
-    whole = stored.permute([order.index(d) for d in range(len(shape))])
-    return not _is_view(shape, whole.stride(), target)
-
-
 def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
+    """The rows of `x` in dims of `shape`; as a copy if any travelled."""
     if 0 in shape:  # no elements, on any rank
-        return x.perhaps_view(x.local.reshape(shape), Layout.of(shape, {}, x.layout.grid))
+        layout = Layout.of(shape, {}, x.layout.grid)
+        return Subdomain(x.local.reshape(shape), layout, x.domain)
     done = _alike(x.shape, shape)  # dims of `flat` already taken
     # dims that stay as they are at the end, too: to merge them would copy what lies transposed
     kept = max(min(_alike(x.shape[:done:-1], shape[:done:-1]), len(shape) - done - 1), 0)
     last = x.layout.dims[x.ndim - kept :]
     dims: list[Dim] = [*x.layout.dims[:done]]
     factors = merge([f for dim in x.layout.dims[done : x.ndim - kept] for f in dim])
-    flat = x.view(x.local, layout_of((*dims, *((f,) for f in factors), *last), x.layout.grid))
-    flat = _laid_out(flat, flat.layout)
+    flat = Subdomain(x.local, x.layout, x.domain)
+    flat = _laid_out(flat, (*dims, *((f,) for f in factors), *last))
     for extent in shape[done : len(shape) - kept]:
         start, need = done, extent
         while done < flat.ndim - kept and (
@@ -163,9 +109,15 @@ def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     if rest and dims:
         dims[-1] = merge([*dims[-1], *rest])
     elif rest:
-        flat = whole(flat, 0)
-    layout = layout_of((*dims, *last), x.layout.grid)
-    return _laid_out(flat, layout)
+        row = whole(flat, 0)
+        flat = flat.copy(row.local, row.layout, None)
+    return _laid_out(flat, (*dims, *last))
+
+
+def _laid_out(flat: Subdomain, dims: Sequence[Dim]) -> Subdomain:
+    """The same rows, each on its rank, with their dims regrouped."""
+    layout = layout_of(tuple(dims), flat.layout.grid)
+    return flat.view(flat.local.reshape(layout.local_shape), layout, None)
 
 
 def _alike(shape: Sequence[int], target: Sequence[int]) -> int:
@@ -182,8 +134,7 @@ def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
     while flat.shape[dim] % outer:
         dims = [*flat.layout.dims]
         dims[dim : dim + 2] = [merge([*dims[dim], *dims[dim + 1]])]
-        layout = layout_of(tuple(dims), flat.layout.grid)
-        flat = one_factor(_laid_out(flat, layout), dim)
+        flat = one_factor(_laid_out(flat, dims), dim)
     ((factor,), grid) = flat.layout.dims[dim], flat.layout.grid
     inner = factor.extent // outer
     local, moved = flat.local, False
@@ -196,7 +147,7 @@ def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
     dims[dim : dim + 1] = [(Factor(outer, factor.axes),), (Factor(inner),)]
     layout = layout_of(tuple(dims), grid)
     moved |= flat.copied is not None
-    return flat.copy(local.reshape(layout.local_shape), layout, moved=moved)
+    return flat.copy(local.reshape(layout.local_shape), layout, None, moved=moved)
 
 
 @lru_cache(maxsize=4096)
@@ -241,7 +192,7 @@ def flatten(
         return x  # the tensor itself, as in torch
     merged = merge([f for dim in x.layout.dims[first : last + 1] for f in dim])
     layout = layout_of((*x.layout.dims[:first], merged, *x.layout.dims[last + 1 :]), x.layout.grid)
-    return _in_order(x, layout.shape, lambda part: _laid_out(part, layout))
+    return _as_in_torch(x, x.local.reshape(layout.local_shape), layout)
 
 
 @implements(torch.unflatten, Tensor.unflatten)
@@ -256,7 +207,8 @@ def unsqueeze(func: Callable[..., Any], x: Subdomain, dim: int) -> Subdomain:
     """Add a dim of extent 1; nothing travels."""
     d = dim % (x.ndim + 1)
     dims = (*x.layout.dims[:d], (Factor(1),), *x.layout.dims[d:])
-    return x.view(x.local.unsqueeze(d), layout_of(dims, x.layout.grid))
+    strides = x.strides_of("unsqueeze", d)
+    return x.view(x.local.unsqueeze(d), layout_of(dims, x.layout.grid), strides)
 
 
 @implements(torch.squeeze, Tensor.squeeze)
@@ -264,13 +216,12 @@ def squeeze(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Any:
     """Remove dims of extent 1; the row of one that is split travels to all ranks."""
     asked = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {d for d in map(x.layout.dim, asked) if x.shape[d] == 1}
-    source = x
+    source, strides = x, x.strides_of("squeeze", tuple(gone))
     for d in gone:
         x = whole(x, d)
     dims = tuple(factors for d, factors in enumerate(x.layout.dims) if d not in gone)
-    return source.copy(
-        x.local.squeeze(tuple(gone)), layout_of(dims, x.layout.grid), moved=x is not source
-    )
+    layout = layout_of(dims, x.layout.grid)
+    return source.copy(x.local.squeeze(tuple(gone)), layout, strides, moved=x is not source)
 
 
 _LEAST = {typed_torch.atleast_1d: 1, typed_torch.atleast_2d: 2, typed_torch.atleast_3d: 3}
@@ -290,7 +241,9 @@ def atleast(func: Callable[..., Any], *tensors: Any) -> Any:
 @implements(torch.view_as_real)
 def view_as_real(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     """The pairs of real and imaginary parts are the last dim, which is whole."""
-    return x.view(func(x.local), layout_of((*x.layout.dims, (Factor(2),)), x.layout.grid))
+    layout = layout_of((*x.layout.dims, (Factor(2),)), x.layout.grid)
+    strides = None if x.strides is None else (*(2 * step for step in x.strides), 1)
+    return x.view(func(x.local), layout, strides)
 
 
 @implements(torch.view_as_complex)
@@ -299,7 +252,10 @@ def view_as_complex(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     local = whole(x, x.ndim - 1).local
     if not local.numel():  # torch leaves the strides of none, also where it makes them dense
         local = local.clone(memory_format=torch.contiguous_format)
-    return x.perhaps_view(func(local), layout_of(x.layout.dims[:-1], x.layout.grid))
+    layout = layout_of(x.layout.dims[:-1], x.layout.grid)
+    strides = None if x.strides is None else tuple([step // 2 for step in x.strides[:-1]])
+    moved = x.copied is not None or bool(x.layout.axes(x.ndim - 1))
+    return x.copy(func(local), layout, strides, moved=moved)
 
 
 @implements(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)
@@ -323,4 +279,5 @@ def expand(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Subd
         for d, new in enumerate(target)
     )
     layout = layout_of(dims, x.layout.grid)
-    return source.copy(x.local.expand(layout.local_shape), layout, moved=x is not source)
+    strides = source.strides_of("expand", layout.shape)
+    return source.copy(x.local.expand(layout.local_shape), layout, strides, moved=x is not source)

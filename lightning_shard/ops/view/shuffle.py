@@ -202,5 +202,5 @@ def _split_places(x: Subdomain, blocks: Sequence[int]) -> Subdomain:
         rows, columns = merge(places[:first]), merge(places[first:])
         if len(rows) == len(columns) == 1 and [rows[0].extent, columns[0].extent] == [*blocks]:
             layout = Layout((*dims, rows, columns), x.layout.grid)
-            return x.perhaps_view(x.local.reshape(layout.local_shape), layout)
+            return x.like(x.local.reshape(layout.local_shape), layout)
     return reshape_to(x, [*x.shape[:-1], *blocks])

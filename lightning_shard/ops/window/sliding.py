@@ -1,7 +1,6 @@
 """Shows the overlapping windows of one dim, as `Tensor.unfold` does."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -38,4 +37,5 @@ def windows(
         shown = local.narrow(d, 0, 0).unsqueeze(-1).expand(layout.local_shape)
     else:
         shown = local.unfold(d, size, step)
-    return replace(source.copy(shown, layout, moved=moved), stored=None)
+    strides = source.strides_of("unfold", d, size, step)
+    return source.copy(shown, layout, strides, moved=moved)
