@@ -54,10 +54,11 @@ def _strides(tensors: Sequence[Operand], dim: int, found: Tensor, layout: Layout
 
     Of turned tensors torch also asks for the strides of dims of one row, which are not exact here.
     """
-    strides = [t.stride() if isinstance(t, Tensor) else t.strides for t in tensors]
-    rows = [Layout.of(t.shape, {}, layout.grid).strides for t in tensors]
-    if strides == rows:
+    split = [t for t in tensors if isinstance(t, Subdomain)]
+    plain = [t for t in tensors if isinstance(t, Tensor)]
+    if all([t.strides == t.layout.strides for t in split] + [t.is_contiguous() for t in plain]):
         return layout.strides
+    strides = [t.stride() if isinstance(t, Tensor) else t.strides for t in tensors]
     known = [
         (tuple(t.shape), own)
         for t, own in zip(tensors, strides, strict=True)
