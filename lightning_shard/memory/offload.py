@@ -143,6 +143,7 @@ class Mover:
                 self._fetch(pages, page)
             pages.take(page)
             if is_next:
+                self._send_early(pages)
                 self._fetch_ahead(pages, budget)
         return tensor
 
@@ -221,7 +222,8 @@ class Mover:
 
     def _fetch_ahead(self, pages: Pages, budget: int | None) -> None:
         """Fetch what backward needs next, as much as there is room for."""
-        for page in [*reversed(self._away)]:
+        # a tensor that a frame held may have left after newer ones
+        for page in sorted(self._away, key=lambda page: page.place, reverse=True):
             room = (AHEAD_BYTES if budget is None else budget) - pages.near
             if room <= 0 or (budget is not None and room < page.count):
                 return

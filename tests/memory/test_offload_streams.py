@@ -316,6 +316,33 @@ def test_what_somebody_holds_does_not_travel():
     assert copies_on(machine, machine.beside["out"]) == []
 
 
+class Skip(Chain):
+    """A chain whose frame holds its first tensor until the last block, as of a U-Net."""
+
+    def forward(self, x):
+        first, *blocks, last = self.blocks
+        x = kept = first(x * self.weight - 3)
+        for block in blocks:
+            x = block(x - 3)
+        x = x + kept
+        del kept
+        return last(x)
+
+
+def test_what_backward_needs_first_comes_first():
+    """Also where it left before an older tensor, which a frame held for longer."""
+    order, fetch = [], offload.Mover._fetch
+
+    def noting(mover, pages, page):
+        order.append(page.place)
+        fetch(mover, pages, page)
+
+    with mock.patch.object(offload.Mover, "_fetch", noting):
+        run(train_once, offloaded(Skip(8), 2 * TENSOR_BYTES), 2**20)
+    assert len(order) > 3
+    assert order == sorted(order, reverse=True)
+
+
 class MemoryOfTheCopies(Pages):
     """torchtune's first version: https://github.com/meta-pytorch/torchtune/issues/1867."""
 
