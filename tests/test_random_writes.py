@@ -2,7 +2,8 @@
 
 A function of a tensor gives the tensor itself, a view or a copy of it, by the order in memory of
 the whole. A second function gives a view of that, or not, and the result is written. Then all three
-tensors have the values of one process, or the write is refused, on all ranks alike.
+tensors have the values of one process, or the write is refused, on all ranks alike. Written with a
+graph, they also give the gradient of one process.
 """
 
 import math
@@ -25,41 +26,43 @@ WRITES: list[Callable[[Tensor], Any]] = [
     lambda y: F.relu(y, inplace=True), lambda y: y.copy_(y * 0.5 + 1),
     lambda y: y.__setitem__(0, 5.0), lambda y: y.__setitem__(..., 7.0),
 ]  # fmt: skip
+Sharded = Callable[[Tensor], Tensor]
 BEGINS = [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
+kinds = pytest.mark.parametrize("with_graph", [False, True], ids=["values", "gradients"])
 
 
+@kinds
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("begin", BEGINS)
-def test_writes_on_ranks(begin: int):
-    check((3,), seeds_of(begin))
+def test_writes_on_ranks(begin: int, with_graph: bool):
+    check((3,), begin, with_graph)
 
 
+@kinds
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("begin", BEGINS[1:])
-def test_writes_on_two_ranks(begin: int):
-    check((2,), seeds_of(begin))
+def test_writes_on_two_ranks(begin: int, with_graph: bool):
+    check((2,), begin, with_graph)
 
 
+@kinds
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("begin", BEGINS)
-def test_writes_on_a_grid_of_ranks(begin: int):
-    check((2, 2), seeds_of(begin))
+def test_writes_on_a_grid_of_ranks(begin: int, with_graph: bool):
+    check((2, 2), begin, with_graph)
 
 
+@kinds
 @pytest.mark.parametrize("begin", BEGINS)
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])
-def test_writes_in_tiles(sizes: tuple[int, ...], begin: int):
-    check(sizes, seeds_of(begin), Tiles(sizes))
+def test_writes_in_tiles(sizes: tuple[int, ...], begin: int, with_graph: bool):
+    check(sizes, begin, with_graph, Tiles(sizes))
 
 
-def seeds_of(begin: int) -> range:
-    return range(30 * begin, 30 * begin + 30) if begin else range(3)
-
-
-@torch.no_grad()
-def check(sizes: tuple[int, ...], seeds: range, tiles: Tiles | None = None) -> None:
-    same, ranks = 0, math.prod(sizes)
-    where = tiles or mesh_of(*sizes)
+def check(sizes: tuple[int, ...], begin: int, with_graph: bool, tiles: Tiles | None = None) -> None:
+    outcome = gradient if with_graph else values
+    seeds = range(30 * begin, 30 * begin + 30) if begin else range(2)
+    same, ranks, where = 0, math.prod(sizes), tiles or mesh_of(*sizes)
     for number, name in enumerate(FUNCTIONS):
         for seed in seeds:
             generator = random.Random(1000 * number + seed)
@@ -69,18 +72,18 @@ def check(sizes: tuple[int, ...], seeds: range, tiles: Tiles | None = None) -> N
             )
             steps = [FUNCTIONS[name](Draw(generator, tuple(shape)))]
             dim, other = generator.randrange(len(shape)), generator.choice(list(VIEWS))
-            write = generator.randrange(len(WRITES))
+            write = WRITES[generator.randrange(len(WRITES))]
             try:
                 made = steps[0](start)
                 steps.append(VIEWS[other](Draw(generator, tuple(made.shape))))
-                expected = written(start.clone(), steps, WRITES[write])
+                expected = outcome(start.clone(), steps, write, lambda x: x)
             except (RuntimeError, IndexError, ValueError):  # not for this shape
                 continue
             dims = [dim, (dim + 1) % len(shape)][: len(sizes)]
-            about = name, other, write, seed, shape, dims
+            about = name, other, WRITES.index(write), seed, shape, dims
             found: list[Tensor] | None = None
             try:
-                found = written(shard(start.clone(), where, dims), steps, WRITES[write])
+                found = outcome(start.clone(), steps, write, lambda x, d=dims: shard(x, where, d))
             except RuntimeError as error:
                 # torch fills memory that several elements share, and copies no rows back into it
                 shares = "more than one element" in str(error)
@@ -91,15 +94,40 @@ def check(sizes: tuple[int, ...], seeds: range, tiles: Tiles | None = None) -> N
                 dist.all_reduce(count)
                 assert count in (0, ranks), f"refused on some ranks only: {about}"
             if found is not None:
+                if with_graph and tiles is None:
+                    dist.all_reduce(found[0], dist.ReduceOp.SUM)
+                    found[0] /= ranks
                 for x, correct in zip(found, expected, strict=True):
-                    whole = x if type(x) is Tensor else gather(x)
-                    torch.testing.assert_close(whole, correct, msg=lambda m, a=about: f"{a}: {m}")
+                    torch.testing.assert_close(x, correct, msg=lambda m, a=about: f"{a}: {m}")
                 same += 1
-    assert same > 20 * len(seeds)
+    assert same > (15 if with_graph else 20) * len(seeds)
+
+
+@torch.no_grad()
+def values(x: Tensor, steps: list[Step], write: Callable[..., Any], split: Sharded) -> list[Tensor]:
+    """The tensor, what the first step gives, and what the second gives, which is written."""
+    return [whole(each) for each in written(split(x), steps, write)]
+
+
+def gradient(
+    x: Tensor, steps: list[Step], write: Callable[..., Any], split: Sharded
+) -> list[Tensor]:
+    """The gradient of a sum over all three tensors, zero if they have none, and the sum."""
+    x.requires_grad_()
+    total = torch.zeros((), dtype=x.dtype)
+    for number, each in enumerate(map(whole, written(split(1.5 * x), steps, write))):
+        weights = torch.arange(float(each.numel())).reshape(each.shape).add(number).cos()
+        total = total + (weights * (each + each.square())).sum()
+    if total.requires_grad:
+        total.backward()
+    return [torch.zeros_like(x) if x.grad is None else x.grad, total.detach()]
+
+
+def whole(x: Tensor) -> Tensor:
+    return x if type(x) is Tensor else gather(x)
 
 
 def written(x: Tensor, steps: list[Step], write: Callable[[Tensor], Any]) -> list[Tensor]:
-    """The tensor, what the first step gives, and what the second gives, which is written."""
     y = steps[0](x)
     z = steps[1](y)
     write(z)
