@@ -78,10 +78,12 @@ def are_in_order(shape: Shape, strides: Strides) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def has_channels_last(shape: Shape, strides: Strides) -> bool:
-    """Return True of a tensor in `torch.channels_last` or `torch.channels_last_3d`."""
+def channels_last(shape: Shape) -> Strides | None:
+    """Strides of a tensor in `torch.channels_last` or `torch.channels_last_3d`; None for others."""
     stored = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
-    return stored is not None and _tensor(shape, strides).is_contiguous(memory_format=stored)
+    if stored is None:
+        return None
+    return torch.empty(shape, device="meta", memory_format=stored).stride()
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.domain.strides import (
     Strides,
     are_in_order,
-    has_channels_last,
+    channels_last,
     of_copy,
     of_view,
     of_whole,
@@ -190,11 +190,10 @@ class Subdomain:
 
     def _strides_in_format(self, local: Tensor, layout: Layout) -> Strides | None:
         """Strides of a result with the channels last, as this has them; of others nobody knows."""
-        if self.strides is None or not has_channels_last(self.shape, self.strides):
+        if self.strides is None or self.strides != channels_last(self.shape):
             return None
-        strides = of_whole(tuple(local.shape), local.stride(), layout)
-        is_kept = strides is not None and has_channels_last(layout.shape, strides)
-        return strides if is_kept else None
+        is_kept = local.stride() == channels_last(tuple(local.shape))
+        return channels_last(layout.shape) if is_kept else None
 
     def alike(self, local: Tensor) -> "Subdomain":
         """Wrap new memory like it, such as a clone or a tensor of another dtype."""
