@@ -122,13 +122,13 @@ class DomainTensor(Tensor):
         """Serve what autograd does with the wrappers of Functions, and `torch.tensor`."""
         if func is aten.detach.default:
             part = args[0]._part.read()
-            return DomainTensor(part.like(part.local.detach()))
+            return DomainTensor(part.view(part.local.detach(), part.layout, part.strides))
         if func is aten.detach_.default:
             return args[0]
         if func is copy_of_tensor:  # torch.tensor(x), which copies without a gradient
             part = args[0]._part.read()
             how = {name: value for name, value in (kwargs or {}).items() if value is not None}
-            return DomainTensor(part.like(copy_of_tensor(part.local.detach(), **how)))
+            return DomainTensor(part.alike(copy_of_tensor(part.local.detach(), **how)))
         is_sum = func is aten.add.Tensor and not kwargs
         if is_sum and all(isinstance(a, DomainTensor) for a in args):
             return _wrap(pointwise(torch.add, *(a._part for a in args)), {})
@@ -141,7 +141,7 @@ class DomainTensor(Tensor):
 
     def __copy__(self) -> "DomainTensor":
         part = self.subdomain
-        return self._like(part.like(copy.copy(part.local)))
+        return self._like(part.view(copy.copy(part.local), part.layout, part.strides))
 
     def as_subclass(self, cls: Any) -> Any:
         """Return the same part under a class of another package, as torchvision's `Image`."""
@@ -156,7 +156,7 @@ class DomainTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "DomainTensor":
         """A copy of this rank's part; as in torch, only of a leaf."""
         part = self.subdomain
-        copied = self._like(part.like(part.local.__deepcopy__(memo)))
+        copied = self._like(part.alike(part.local.__deepcopy__(memo)))
         memo[id(self)] = copied
         return copied
 
