@@ -46,6 +46,7 @@ def gradient(
 ) -> tuple[Tensor, ...]:
     """Take central differences, one-sided at the edges."""
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    spacing = 1 if spacing is None else spacing
     steps = list(spacing) if is_sequence(spacing) else [spacing] * len(dims)
     return tuple(_slope(x, d % x.ndim, h, edge_order) for d, h in zip(dims, steps, strict=True))
 
