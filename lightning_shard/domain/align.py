@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_shard.domain.comm import all_reduce, of_all, transpose
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.fetch import fetch, fetch_all, needs_of
+from lightning_shard.domain.fetch import fetch, fetch_all, needs_of, route_of
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, layout_of, merge, part_sizes
 from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
@@ -77,7 +77,8 @@ def one_factor(x: Subdomain, dim: int) -> Subdomain:
     layout = x.layout.with_dim(dim, x.shape[dim])
     parts = layout.grid.parts(layout.axes(dim))
     needs = needs_of(x.shape[dim], parts, lambda low, high: [(low, high)])
-    return x.copy(fetch(x, dim, needs), layout, x.strides, index=(slice(None),) * x.ndim)
+    moved, index = route_of(x, dim, needs).moves, (slice(None),) * x.ndim
+    return x.copy(fetch(x, dim, needs), layout, x.strides, moved=moved, index=index)
 
 
 def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) -> Subdomain:
