@@ -241,8 +241,8 @@ def test_a_cluster_adds_times_to_the_same_table():
     )
     rows = [str(plan).partition("training step:")[2].splitlines() for plan in (here, there)]
     names = [[row[:19].strip() for row in each] for each in rows]
-    assert names[1][:6] == ["", "step", "compute", "fields", "parameters", "hidden"]
-    assert {*names[1][6:]} == {*names[0][1:], "workspaces"}
+    assert names[1][:7] == ["", "step", "compute", "fields", "link", "parameters", "hidden"]
+    assert {*names[1][7:]} == {*names[0][1:], "workspaces"}
 
 
 TIMES = ("seconds", "compute", "exchange", "link", "parameters_traffic", "overlapped")
