@@ -2,12 +2,14 @@
 
     python -m benchmarks.paging --networks U-Net --resolution 512 --tiles 8
     python -m benchmarks.paging --overhead
+    python -m benchmarks.paging --networks U-Net TFNO --resolution 2048 --clock 1xH100
 
 The device is the fake XPU of the tests, which counts every storage in the memory of the host: peaks
 and bytes are those of a device, times are not. Peaks are MiB above parameters and gradients.
 "Saved" is `activation_offload`: what autograd keeps leaves, above a budget or all of it. "Paged"
 is the pager of tiles around the whole step, without tiles; "tiles" compute with it, with budgets
-and without. Needs a C++ compiler and a checkout.
+and without. Needs a C++ compiler and a checkout. With `--clock` a step takes what `plan` says of a
+device, and "to least" is its time over the longer one of computation and of both ways of the link.
 """
 
 import argparse
@@ -25,11 +27,14 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+import lightning_shard
 from benchmarks.common import MIB, describe, table
 from benchmarks.memory import T5, Operator
-from benchmarks.networks import UNet, ViT
+from benchmarks.networks import Task, UNet, ViT
 from lightning_shard import shard
+from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.memory import offload
 from lightning_shard.memory.paging.device_pager import pager_of
 from lightning_shard.memory.paging.host_memory import Memory
@@ -142,6 +147,29 @@ def compare(names: list[str], resolution: int, rounds: int, tiles: int) -> list[
     return rows
 
 
+def by_clock(names: list[str], resolution: int, cluster: str) -> list[list[str]]:
+    """Rows of budgets of 60 to 20 % of the plain peak, on the clock of a device."""
+    rows: list[list[str]] = []
+    rate = read_cluster(cluster).device.host_rate
+    for name in names:
+        make, sample = NETWORKS[name]
+        samples: Any = [torch.zeros(()).expand(sample(resolution).shape)]
+        batch = DataLoader(samples, batch_size=None)
+        plan = partial(lightning_shard.plan, mesh=(1, 1), cluster=cluster)
+        plain = plan(Task(make()), batch)
+        for part in (1.0, 0.6, 0.54, 0.4, 0.27, 0.2):
+            budget = f"{part * plain.memory / 2**30:.4f}GB"
+            found = plan(Task(make()), batch, activation_offload=budget if part < 1 else False)
+            ms = [1e3 * t for t in (found.seconds, found.compute)]
+            ms += [1e3 * moved / rate for moved in (found.to_host, found.from_host)]
+            least = max(ms[1], ms[2] + ms[3])
+            held = f"{found.memory / MIB:.0f}"
+            rows.append(
+                [name, f"{part:.0%}", held, *(f"{t:.0f}" for t in ms), f"{ms[0] / least:.2f}"]
+            )
+    return rows
+
+
 def overhead(operators: int = 4000, budget: int | None = None) -> float:
     """Microseconds that the pager adds to an operator on tensors that it knows."""
     device = torch.device("cpu")
@@ -175,9 +203,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tiles", type=int, default=0, help="also in so many tiles")
     parser.add_argument("--overhead", action="store_true", help="only the cost of an operator")
+    parser.add_argument("--clock", help="a cluster as `plan` takes it, such as 1xH100")
     options = parser.parse_args()
     torch.set_num_threads(1)
     describe()
+    if options.clock:
+        rows = by_clock(options.networks, options.resolution, options.clock)
+        table(["network", "budget", "peak MiB", "ms", "compute", "out", "back", "to least"], rows)
+        return
     for budget in (None, 2**40, 2**20):
         print(f"budget {budget}: {overhead(budget=budget):.1f} us an operator")
     if not options.overhead:
