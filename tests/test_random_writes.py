@@ -1,15 +1,15 @@
 """Writes in place into what random functions give reach what they reach in one process.
 
 A function of a tensor gives the tensor itself, a view or a copy of it, by the order in memory of
-the whole. A second function gives a view of that, or not, and the result is written. Then all three
-tensors have the values of one process, or the write is refused, on all ranks alike. Written with a
-graph, they also give the gradient of one process.
+the whole. A second function gives a view of that, or not, and one of the three tensors is written.
+Then all have the values of one process, or the write or a use of old rows is refused, on all ranks
+alike. Written with a graph, they also give the gradient of one process.
 """
 
 import math
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard import Tiles, UnsupportedOperationError, gather, shard
+from lightning_shard.tensor.placement import is_field
 from tests.parity import mesh_of
 from tests.random_programs import FUNCTIONS, VIEWS, Draw, Step
 
@@ -26,6 +27,15 @@ WRITES: list[Callable[[Tensor], Any]] = [
     lambda y: F.relu(y, inplace=True), lambda y: y.copy_(y * 0.5 + 1),
     lambda y: y.__setitem__(0, 5.0), lambda y: y.__setitem__(..., 7.0),
 ]  # fmt: skip
+
+
+class Write(NamedTuple):
+    """A function that writes into one of the three tensors."""
+
+    run: Callable[[Tensor], Any]
+    target: int
+
+
 Sharded = Callable[[Tensor], Tensor]
 BEGINS = [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
 kinds = pytest.mark.parametrize("with_graph", [False, True], ids=["values", "gradients"])
@@ -72,7 +82,7 @@ def check(sizes: tuple[int, ...], begin: int, with_graph: bool, tiles: Tiles | N
             )
             steps = [FUNCTIONS[name](Draw(generator, tuple(shape)))]
             dim, other = generator.randrange(len(shape)), generator.choice(list(VIEWS))
-            write = WRITES[generator.randrange(len(WRITES))]
+            write = Write(generator.choice(WRITES), generator.choice([0, 1, 2, 2, 2]))
             try:
                 made = steps[0](start)
                 steps.append(VIEWS[other](Draw(generator, tuple(made.shape))))
@@ -80,7 +90,7 @@ def check(sizes: tuple[int, ...], begin: int, with_graph: bool, tiles: Tiles | N
             except (RuntimeError, IndexError, ValueError):  # not for this shape
                 continue
             dims = [dim, (dim + 1) % len(shape)][: len(sizes)]
-            about = name, other, WRITES.index(write), seed, shape, dims
+            about = name, other, WRITES.index(write.run), write.target, seed, shape, dims
             found: list[Tensor] | None = None
             try:
                 found = outcome(start.clone(), steps, write, lambda x, d=dims: shard(x, where, d))
@@ -104,14 +114,12 @@ def check(sizes: tuple[int, ...], begin: int, with_graph: bool, tiles: Tiles | N
 
 
 @torch.no_grad()
-def values(x: Tensor, steps: list[Step], write: Callable[..., Any], split: Sharded) -> list[Tensor]:
-    """The tensor, what the first step gives, and what the second gives, which is written."""
+def values(x: Tensor, steps: list[Step], write: Write, split: Sharded) -> list[Tensor]:
+    """The tensor, what the first step gives, and what the second gives, once one is written."""
     return [whole(each) for each in written(split(x), steps, write)]
 
 
-def gradient(
-    x: Tensor, steps: list[Step], write: Callable[..., Any], split: Sharded
-) -> list[Tensor]:
+def gradient(x: Tensor, steps: list[Step], write: Write, split: Sharded) -> list[Tensor]:
     """The gradient of a sum over all three tensors, zero if they have none, and the sum."""
     x.requires_grad_()
     total = torch.zeros((), dtype=x.dtype)
@@ -124,11 +132,11 @@ def gradient(
 
 
 def whole(x: Tensor) -> Tensor:
-    return x if type(x) is Tensor else gather(x)
+    return gather(x) if is_field(x) else x.clone()  # which refuses rows that are old
 
 
-def written(x: Tensor, steps: list[Step], write: Callable[[Tensor], Any]) -> list[Tensor]:
+def written(x: Tensor, steps: list[Step], write: Write) -> list[Tensor]:
     y = steps[0](x)
-    z = steps[1](y)
-    write(z)
-    return [x, y, z]
+    found = [x, y, steps[1](y)]
+    write.run(found[write.target])
+    return found

@@ -105,6 +105,7 @@ class Copied:
         rows: The copy.
         index: The rows are those of `parent[index]`; None where no index says which they are.
         factor: The parent's values are this many times larger.
+        is_view: False where nobody knows whether torch would give a view of the rows or a copy.
         taken: The local tensor that the user indexed, the index, and the local rows that he got.
         seen: Number of writes to the copy's memory when it was last written back.
     """
@@ -114,6 +115,7 @@ class Copied:
     rows: "Subdomain"
     index: tuple[Any, ...] | None = None
     factor: int = 1
+    is_view: bool = True
     taken: tuple[Tensor, Any, Tensor] | None = None
     seen: int = 0
 
@@ -257,6 +259,7 @@ class Subdomain:
         moved: bool = True,
         index: tuple[Any, ...] | None = None,
         factor: int = 1,
+        is_view: bool = True,
     ) -> "Subdomain":
         """Wrap rows of which torch would give a view: a copy of them, or where none `moved` a view.
 
@@ -267,11 +270,12 @@ class Subdomain:
             moved: True if any rank got rows of another; the same on all ranks.
             index: The index that chooses them in this tensor, if they can be written back there.
             factor: By what they are multiplied then.
+            is_view: False if nobody knows whether torch would give a view.
         """
         if not moved:
             return self.view(local, layout, strides)
         version = self.copied.version if self.copied else version_of(self.local)
-        copied = Copied(self, version, self.like(local, layout), index, factor)
+        copied = Copied(self, version, self.like(local, layout), index, factor, is_view)
         if copied.source.is_inference():
             _uncounted.add(copied)
         # rows that travelled lie in the order of their dims

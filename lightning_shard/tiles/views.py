@@ -151,6 +151,8 @@ def _note_view(
         return
     if any(field is given for given, _ in fields):  # the function gave it back as it is
         return
+    if result.copied is not None and not result.copied.is_view:  # it may not show a later write
+        return
     key = storage_key(result.local if result.copied is None else result.copied.source)
     for given, source in fields:
         if not source.is_lazy and source is not field and _memory(source) == key:

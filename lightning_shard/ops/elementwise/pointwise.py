@@ -186,7 +186,7 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     if result is x.local:  # a part of one row lies so, where the whole does not
         result = result.clone(memory_format=asked)
     if is_perhaps_same and x.strides is None:  # nobody knows whether torch's result is a copy
-        return x.copy(result, x.layout, strides)
+        return x.copy(result, x.layout, strides, is_view=False)
     return Subdomain(result, x.layout, x.domain, None, strides)
 
 

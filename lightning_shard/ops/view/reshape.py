@@ -69,12 +69,13 @@ def _as_in_torch(x: Subdomain, local: Tensor, layout: Layout, *, moved: bool = F
         rows = torch.contiguous_format
         copied = local.contiguous() if is_own else local.clone(memory_format=rows)
         return x.in_rows(copied, layout)
-    if x.strides is None:
-        moved |= _without_ones(x.shape) != _without_ones(layout.shape)
-    elif not are_dense(x.shape, x.strides):
+    is_view = x.strides is not None or _without_ones(x.shape) == _without_ones(layout.shape)
+    if not is_view:
+        moved = True
+    elif x.strides is not None and not are_dense(x.shape, x.strides):
         moved |= joins_split(x.layout, x.strides, layout.shape)
     moved |= x.copied is not None or (is_own and local.numel() > 0)
-    return x.copy(local, layout, strides, moved=moved)
+    return x.copy(local, layout, strides, moved=moved, is_view=is_view)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
