@@ -42,6 +42,7 @@ kinds = pytest.mark.parametrize("with_graph", [False, True], ids=["values", "gra
 
 
 @kinds
+@pytest.mark.slow_rows("0-gradients")
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("begin", BEGINS)
 def test_writes_on_ranks(begin: int, with_graph: bool):
