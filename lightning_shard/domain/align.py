@@ -35,9 +35,25 @@ def in_own_memory(result: Subdomain, given: Subdomain) -> Subdomain:
     A write into the result would else change what it was made from.
     """
     if storage_key(result.local) == storage_key(given.local):
-        copied = result.local.clone()
-        return Subdomain(copied, result.layout, result.domain, None, result.alike(copied).strides)
+        return result.alike(result.local.clone())
     return result
+
+
+def all_in_rows(operands: Sequence[Subdomain | Tensor]) -> bool:
+    """Return True if all tensors lie row by row, split ones as the whole of them does."""
+    for x in operands:
+        lies = x.is_contiguous() if isinstance(x, Tensor) else x.strides == x.layout.strides
+        if not lies:
+            return False
+    return True
+
+
+def own_part(x: Tensor, layout: Layout) -> Tensor:
+    """Copy this rank's part of a plain tensor; its dims lie in memory in the order of the whole."""
+    part = take_part(x, layout)
+    # the strides of a part of one row, which a view of the whole has, would say nothing
+    stored = torch.contiguous_format if part.is_contiguous() else torch.preserve_format
+    return part.clone(memory_format=stored)
 
 
 def take_part(x: Tensor, layout: Layout) -> Tensor:

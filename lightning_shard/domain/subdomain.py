@@ -281,13 +281,6 @@ class Subdomain:
         # rows that travelled lie in the order of their dims
         return Subdomain(local, layout, self.domain, copied, strides if self.is_in_order else None)
 
-    def perhaps_view(self, local: Tensor, layout: Layout, strides: Strides | None) -> "Subdomain":
-        """Wrap what is a view of the same rows on some ranks and a copy on others.
-
-        Of rows that are a copy it is read only.
-        """
-        return self.copy(local, layout, strides, moved=self.copied is not None)
-
 
 def domain_of(mesh: DeviceMesh) -> Domain:
     """Return the `Domain` of a mesh, the same object for the same mesh."""

@@ -71,9 +71,10 @@ def _base(func: Callable[..., Any], x: Any) -> Any:
 def _of_memory(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """Strides and formats of the whole tensor in one process; row by row if nobody knows them."""
     part = part_of(x)
-    strides = part.strides_shown if isinstance(part, Subdomain) else None  # not a lazy spectrum
-    whole = torch.empty(x.shape, device="meta")
-    whole = whole if strides is None else torch.empty_strided(x.shape, strides, device="meta")
+    if isinstance(part, Subdomain):
+        whole = torch.empty_strided(part.shape, part.strides_shown, device="meta")
+    else:  # a lazy spectrum
+        whole = torch.empty(x.shape, device="meta")
     return func(whole, *args, **kwargs)
 
 

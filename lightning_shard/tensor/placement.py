@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.domain.align import gathered, take_part
+from lightning_shard.domain.align import gathered, own_part
 from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.strides import of_copy, of_whole
 from lightning_shard.domain.subdomain import Subdomain, domain_of
@@ -47,11 +46,8 @@ def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int
     stranger = not known and not computes(type(tensor))
     # the part is plain: MONAI's MetaTensor, for one, makes new tensors by other arguments
     plain = tensor if known or dispatches(type(tensor)) else tensor.as_subclass(Tensor)
-    part = take_part(plain, layout)
-    # the strides of a part of one row, which a view of the whole has, would say nothing
-    stored = torch.contiguous_format if part.is_contiguous() else torch.preserve_format
     strides = of_copy(layout.shape, plain.stride())
-    split = DomainTensor(Subdomain(part.clone(memory_format=stored), layout, domain, None, strides))
+    split = DomainTensor(Subdomain(own_part(plain, layout), layout, domain, None, strides))
     if not stranger:
         return split
     named = split.as_subclass(type(tensor))
@@ -88,8 +84,9 @@ def from_local(
             f"{tuple(local.shape)}. Split the rows as torch.tensor_split does, or leave the shape "
             "out: rows then move to where they belong."
         )
-    strides = of_whole(layout.local_shape, local.stride(), layout)
-    strides = layout.strides if local.is_contiguous() else strides
+    strides = layout.strides
+    if not local.is_contiguous():
+        strides = of_whole(layout.local_shape, local.stride(), layout)
     return DomainTensor(Subdomain(local, layout, domain, None, strides))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_shard.domain.align import take_part
+from lightning_shard.domain.align import own_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Layout
@@ -340,9 +340,7 @@ def cut_as(tensor: Tensor, tiles: Tiles, layouts: Sequence[Layout]) -> TileTenso
     strides = of_copy(tuple(tensor.shape), tensor.stride())
 
     def compute(tile: int, locals_: list[Any]) -> Subdomain:
-        part = take_part(locals_[0], layouts[tile])
-        stored = torch.contiguous_format if part.is_contiguous() else torch.preserve_format
-        rows = part.clone(memory_format=stored)
+        rows = own_part(locals_[0], layouts[tile])
         return Subdomain(rows, layouts[tile], tiles.domains[tile], None, strides)
 
     made = call.field(call.run(compute))

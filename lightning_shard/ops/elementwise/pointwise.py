@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part
+from lightning_shard.domain.align import all_in_rows, common_layout, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.strides import Strides, in_format, of_result
@@ -132,24 +132,22 @@ def _strides_of_result(
     layout: Layout,
 ) -> Strides | None:
     """Strides of the whole result; None where nobody knows them of one of the operands."""
-    in_rows, known, layouts = True, list[tuple[tuple[int, ...], Strides]](), [layout]
-    for x in operands:
-        if isinstance(x, Tensor):
-            in_rows = in_rows and x.is_contiguous()
-            if x.ndim:
-                known.append((tuple(x.shape), x.stride()))
-            continue
-        if x.strides is None:
-            return None
-        in_rows = in_rows and x.strides == x.layout.strides
-        known.append((x.shape, x.strides))
-        layouts.append(x.layout)
-    if in_rows or func in _IN_ROWS:
+    if all_in_rows(operands):
         return layout.strides
-    if func in _EXCHANGING or (args and not isinstance(args[0], _OPERANDS)):
+    known: list[tuple[tuple[int, ...], Strides]] = []
+    brought = False  # rows that travelled lie in an order of their own
+    for x in operands:
+        strides = x.stride() if isinstance(x, Tensor) else x.strides
+        if strides is None:
+            return None
+        if isinstance(x, Subdomain) or x.ndim:
+            known.append((tuple(x.shape), strides))
+        brought = brought or (isinstance(x, Subdomain) and x.layout != layout)
+    if func in _IN_ROWS:
+        return layout.strides
+    if brought or func in _EXCHANGING or (args and not isinstance(args[0], _OPERANDS)):
         return None
-    brought = any(own != layout for own in layouts)  # rows that travelled lie in an order of theirs
-    return None if brought else of_result(*known)
+    return of_result(*known)
 
 
 def _strides_of_view(x: Subdomain, view: Tensor) -> Strides | None:
@@ -171,7 +169,8 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
         return func(x, *args, **kwargs)
     result = func(x.local, *args, **kwargs)
     if func in VIEWS:
-        return x.perhaps_view(result, x.layout, x.strides)  # a write into it has no graph
+        # a write into it has no graph
+        return x.copy(result, x.layout, x.strides, moved=x.copied is not None)
     asked = kwargs.get("memory_format", args[0] if func is Tensor.contiguous and args else None)
     if func is Tensor.contiguous and asked is None:
         asked = torch.contiguous_format

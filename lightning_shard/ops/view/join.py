@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import broadcasting, common_layout, local_part, one_factor
+from lightning_shard.domain.align import (
+    all_in_rows,
+    broadcasting,
+    common_layout,
+    local_part,
+    one_factor,
+)
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor, Layout, layout_of
@@ -54,9 +60,7 @@ def _strides(tensors: Sequence[Operand], dim: int, found: Tensor, layout: Layout
 
     Of turned tensors torch also asks for the strides of dims of one row, which are not exact here.
     """
-    split = [t for t in tensors if isinstance(t, Subdomain)]
-    plain = [t for t in tensors if isinstance(t, Tensor)]
-    if all([t.strides == t.layout.strides for t in split] + [t.is_contiguous() for t in plain]):
+    if all_in_rows(tensors):
         return layout.strides
     strides = [t.stride() if isinstance(t, Tensor) else t.strides for t in tensors]
     known = [

@@ -33,16 +33,16 @@ def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
     if shape == x.shape:
         return x.alias()
     layout = _kept.get((x.layout, shape))
-    if layout is not None:
-        return _as_in_torch(x, x.local.reshape(layout.local_shape), layout)
-    flat = _regrouped(x, shape)
-    if shape and not flat.copied:
+    if layout is None:
+        flat = _regrouped(x, shape)
+        layout = flat.layout
+        if flat.copied or not shape:
+            return _as_in_torch(x, flat.local, layout, moved=flat.copied is not None)
         if len(_kept) >= _LIMIT:
             _kept.clear()
-        _kept[x.layout, shape] = flat.layout
-        # one step may give a view where several do not
-        return _as_in_torch(x, x.local.reshape(flat.layout.local_shape), flat.layout)
-    return _as_in_torch(x, flat.local, flat.layout, moved=flat.copied is not None)
+        _kept[x.layout, shape] = layout
+    # one step may give a view where several do not
+    return _as_in_torch(x, x.local.reshape(layout.local_shape), layout)
 
 
 _LIMIT = 4096
