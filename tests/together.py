@@ -4,7 +4,7 @@ from xdist.scheduler import LoadFileScheduling
 
 # what is costly to begin with, and is kept by a worker, is there once
 TOGETHER = {
-    "fake xpu": ("tests/trainer/xpu", "tests/fake_xpu", "tests/lab/test_tiles.py"),
+    "fake xpu": ("tests/trainer/xpu", "tests/fake_xpu", "tests/lab/test_tiled_programs.py"),
     "what DTensor remembers of models on meshes": (
         "tests/trainer/test_exactness.py",
         "tests/checkpoint/test_resume",
