@@ -105,6 +105,9 @@ class _Clock(_Stream):
     def wait_event(self, moment: float) -> None:
         self._ledger.wait_until(moment)
 
+    def record_event(self) -> float:
+        return self._ledger.seconds
+
 
 class _Link(_Stream):
     """The stream of all copies of one way."""

@@ -3,7 +3,8 @@
 Autograd saves aliases of tensors. A storage that nobody else holds any more may leave the device,
 the one first that backward needs last, each one once however many operators keep it. What a frame
 of Python or FSDP2 holds never leaves, so no code ever meets a tensor without memory.
-`paging/pages.py` has the rule that orders the copies.
+`paging/pages.py` has the rule that orders the copies. What a cheap function made of saved tensors
+is not copied: it is freed, and made again (`made_again.py`).
 
 Parameters stay, since FSDP2 frees and gathers them itself. What lies on the CPU stays, too.
 """
@@ -12,6 +13,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice, takewhile
 from typing import Any
 
@@ -19,15 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_shard.memory.free import free_bytes
+from lightning_shard.memory.made_again import Makers, Noting
 from lightning_shard.memory.paging.host_memory import Memory, MemoryInParts
 from lightning_shard.memory.paging.pages import Driver, Page, Pages
+from lightning_shard.memory.recipes import Recipe, Recipes
+from lightning_shard.memory.saved import Saved
 from lightning_shard.processes.torch_private.internals import (
     base_of,
     key_of_storage,
     users_of_storage,
-    version_of,
 )
 from lightning_shard.tensor.mixins import mix_in
 
@@ -54,32 +59,6 @@ def is_moved(tensor: Tensor) -> bool:
     )
 
 
-class _Saved:
-    """A saved tensor, whose storage may be away."""
-
-    __slots__ = ("alias", "mover", "page", "place", "version")
-
-    def __init__(self, mover: "Mover", tensor: Tensor, page: Page, place: int) -> None:
-        """Hold the tensor without its node of the graph, which would hold us."""
-        self.alias, self.mover, self.page, self.place = tensor.detach(), mover, page, place
-        self.version = version_of(self.alias)
-        page.held += 1
-
-    def __del__(self) -> None:
-        """Leave the storage to those who still hold it."""
-        self.mover.release(self.page)
-
-    def check(self) -> None:
-        """Raise where the tensor no longer has the numbers that were saved."""
-        freed = not self.page.is_away and not self.alias.untyped_storage().nbytes()
-        if freed or version_of(self.alias) != self.version:
-            raise RuntimeError(
-                f"a tensor {tuple(self.alias.shape)} that backward needs was written in place, or "
-                "its memory was freed, after an offloaded block had saved it; leave it as it is "
-                "until backward, or take the block out of activation_offload."
-            )
-
-
 class Mover:
     """Moves storages that autograd alone holds, and brings them back in the reverse order."""
 
@@ -97,6 +76,17 @@ class Mover:
         self._budget: int | None = None  # the one that this step has
         self._early = dict[Page, None]()  # those that will leave if this step is as the last was
         self._lock = threading.RLock()  # backward may run in threads of its own
+        self._makers = Makers(driver.holds, lambda: SMALL_BYTES)
+        self._recipes = Recipes(self._makers, self.release)
+        self._cheap = dict[Page, None]()  # near, and made again if they leave
+        self._is_short = self._was_short = True  # of room, in this step or in the one before
+
+    def noting(self) -> AbstractContextManager[Any]:
+        """Return a mode in which the calls of cheap functions are noted, where that may be of use.
+
+        A step is taken to be as the one before: where all fits no call is noted.
+        """
+        return Noting(self._makers) if self._is_short or self._was_short else nullcontext()
 
     def pack(self, budget: int | None, tensor: Tensor) -> Any:
         """Hook of autograd: what it keeps in the place of a tensor.
@@ -122,25 +112,24 @@ class Mover:
             self._last = page.place = self._places
             self._near[page] = None
             self._near.move_to_end(page)
-            saved = _Saved(self, tensor, page, self._places)
+            saved = Saved(tensor, page, self.release, self._places)
+            self._recipes.note(saved)
             self._send_early(pages)
             self._make_room(pages, budget, 0)
         return saved
 
     def unpack(self, budget: int | None, packed: Any) -> Tensor:
         """Hook of autograd: the tensor, for the current stream."""
-        if not isinstance(packed, _Saved):
+        if not isinstance(packed, Saved):
             return packed
         with self._lock:
             packed.check()
             page, pages = packed.page, self._pages_on(packed.alias.device)
             is_next = packed.place < self._last  # node of the graph; those of one node come upwards
             self._last = packed.place
-            # nobody frees what the result holds, too
-            tensor = packed.alias.detach()
             if page.is_away:
-                self._make_room(pages, budget, page.count)
-                self._fetch(pages, page)
+                self._bring(pages, page, budget)
+            tensor = packed.tensor()
             pages.take(page)
             if is_next:
                 self._send_early(pages)
@@ -152,8 +141,9 @@ class Mover:
         with self._lock:
             page.held -= 1
             if not page.held:
-                for kept in (self._near, self._away, self._early):
+                for kept in (self._near, self._away, self._early, self._cheap):
                     kept.pop(page, None)
+                self._recipes.forget(page)
                 for pages in self._pages.values():
                     if pages.known.get(page.key) is page:
                         pages.forget(page)
@@ -167,6 +157,7 @@ class Mover:
         """Forget the pages of the step before, but for which of them had to leave."""
         self._left_before = self._left if budget == self._budget else set()
         self._left, self._budget = set(), budget
+        self._is_short, self._was_short = False, self._is_short
         self._numbers.clear()
         self._early.clear()
 
@@ -185,22 +176,34 @@ class Mover:
         limit = AHEAD_BYTES if budget is None else budget
         start = 0 if budget is None else budget - min(AHEAD_BYTES, budget // 16)
         above, freed = pages.near + wanted - start, list[Page]()
-        for page in self._needed_last_first() if above > 0 else ():
+        if above > 0:
+            self._cheap |= dict.fromkeys(self._recipes.seek(pages, self._is_only_ours))
+        for page in self._first_to_leave() if above > 0 else ():
             if above <= 0:
                 break
             if self._is_only_ours(page):
                 above -= page.count
-                pages.send(page)
+                recipe = self._recipes.sought(pages, page)
+                if recipe is None:
+                    pages.send(page)
                 # without a budget what is newest stays, however large it is
                 newer = pages.near + wanted - (page.count if budget is None else 1)
                 if newer >= limit:
                     pages.free(page)
-                    self._left.add(self._numbers[page])
+                    if recipe is None:
+                        self._left.add(self._numbers[page])
                     self._early.pop(page, None)
                     freed.append(page)
+        self._is_short |= bool(freed)
         for page in freed:
+            self._cheap.pop(page, None)
             del self._near[page]
             self._away[page] = None
+
+    def _first_to_leave(self) -> Iterator[Page]:
+        """Give what is near: first what is made again, then what has to be copied."""
+        yield from self._cheap
+        yield from (page for page in self._needed_last_first() if page not in self._cheap)
 
     def _needed_last_first(self) -> Iterator[Page]:
         """Give what is near: first what backward has passed, then what it needs last."""
@@ -208,13 +211,40 @@ class Mover:
         yield from takewhile(lambda page: page.place <= self._last, self._near)
 
     def _is_only_ours(self, page: Page) -> bool:
+        if page.again is not None:
+            return users_of_storage(page.memory()) == 2  # the tensor, and what the call gives
         storage = page.storage()
         return (
             storage is not None and users_of_storage(storage) == page.held + 1
         )  # and this variable
 
+    def _bring(self, pages: Pages, page: Page, budget: int | None) -> None:
+        """Have a page near that is away."""
+        recipe = self._recipes.of(page)
+        wanted = {page, *self._to_fetch(page, recipe)}
+        self._make_room(pages, budget, sum(needed.count for needed in wanted))
+        if recipe is not None:
+            recipe.check()
+        for needed in self._to_fetch(page, recipe):  # a source may have left for this room
+            self._fetch(pages, needed)
+        if recipe is not None:
+            for source in recipe.pages():
+                pages.take(source)
+            pages.replace(page, recipe.run())
+            self._is_near(page)
+            self._cheap[page] = None
+
+    def _to_fetch(self, page: Page, recipe: Recipe | None) -> list[Page]:
+        """Return the pages that are copied back to have one near."""
+        needed = [page] if recipe is None else recipe.pages()
+        return [page for page in needed if page.is_away]
+
     def _fetch(self, pages: Pages, page: Page) -> None:
         pages.fetch(page)
+        self._is_near(page)
+
+    def _is_near(self, page: Page) -> None:
+        """Put a page that was away into the order of need."""
         del self._away[page]
         is_first = not self._near or page.place < next(iter(self._near)).place
         self._near[page] = None
@@ -228,7 +258,8 @@ class Mover:
             if room <= 0 or (budget is not None and room < page.count):
                 return
             if page.place < self._last:
-                self._fetch(pages, page)
+                for needed in self._to_fetch(page, self._recipes.of(page)):
+                    self._fetch(pages, needed)
 
 
 class WhatFits:
@@ -257,7 +288,10 @@ Budget = int | None | WhatFits
 
 
 class OnHost(saved_tensors_hooks):
-    """While open, what autograd saves may lie in the host's memory until backward needs it."""
+    """While open, what autograd saves may lie in the host's memory until backward needs it.
+
+    What a cheap function made may be made again instead.
+    """
 
     def __init__(self, budget: Budget = None) -> None:
         """Store with the `Mover` of this process.
@@ -268,6 +302,17 @@ class OnHost(saved_tensors_hooks):
         budget = budget.bytes() if isinstance(budget, WhatFits) else budget
         pack, unpack = (functools.partial(f, budget) for f in (MOVER.pack, MOVER.unpack))
         super().__init__(pack, unpack)
+        self._noting = MOVER.noting()
+
+    @override
+    def __enter__(self) -> None:
+        self._noting.__enter__()
+        super().__enter__()
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._noting.__exit__(*error)
 
 
 MOVER = Mover(Driver())  # one for the process

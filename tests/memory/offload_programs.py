@@ -89,7 +89,52 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x.tanh(), use_reentrant=False).sin()
 
 
-KINDS: list[Callable[[], nn.Module]] = [Exp, Mlp, Heads, Norm, Complex, Branches, Checkpointed]
+class Normed(nn.Module):
+    """Batch norm and an activation in place, as in residual networks; it averages statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(F.relu(self.norm(self.first(x)), inplace=True))
+        y += x
+        return self.last(F.silu(y, inplace=True))
+
+
+class Joined(nn.Module):
+    """Views and other dtypes of what an activation made are joined, as in U-Nets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = F.gelu(self.up(x))
+        left, right = wide.float().double().chunk(2, -1)
+        narrow = torch.cat([right, F.softplus(x - left)], -1)[:, 1:-1] * 2
+        return self.down(torch.cat([narrow, wide[:, ::3], x[:, :4]], -1)) * x.sigmoid()
+
+
+class Rewritten(nn.Module):
+    """A tensor that no operator has saved yet is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) * 2
+        y[:, 1:3] += 1
+        z = (x - 1).clamp(-0.5, 0.5)
+        z.neg_().add_(y, alpha=0.5)
+        return self.last(z) + self.last(y.mul_(0.5))
+
+
+KINDS: list[Callable[[], nn.Module]] = [
+    Exp, Mlp, Heads, Norm, Complex, Branches, Checkpointed, Normed, Joined, Rewritten,
+]  # fmt: skip
 
 
 class Net(nn.Module):

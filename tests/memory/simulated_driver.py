@@ -1,13 +1,14 @@
 """What offloaded blocks ask of a device, asked of a simulated one."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from lightning_shard.memory import offload
+from lightning_shard.memory import made_again, offload
 from lightning_shard.memory.paging.host_memory import Memory, Room
 from lightning_shard.memory.paging.pages import Driver
 from lightning_shard.processes.torch_private.internals import without_modes
@@ -61,6 +62,8 @@ def on_machine(
     small: int = 0,
     drop: Collection[int] = (),
     memory: type[Memory] = Memory,
+    *,
+    cheap: bool = True,
 ) -> tuple[Machine, Any]:
     """The machine, and what a program returns on it.
 
@@ -70,11 +73,13 @@ def on_machine(
         small: Bytes below which tensors stay.
         drop: The calls that are left out, see `Machine`.
         memory: The memory of the host.
+        cheap: Whether what cheap functions made is made again.
     """
     with (
         Machine(drop) as machine,
         mock.patch.object(offload, "MOVER", offload.Mover(SimulatedDriver(machine), memory())),
         mock.patch.multiple(offload, AHEAD_BYTES=ahead, SMALL_BYTES=small),
+        nullcontext() if cheap else mock.patch.object(made_again, "_CHEAP", {}),
     ):
         found = program()
     return machine, found

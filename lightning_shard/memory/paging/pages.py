@@ -104,11 +104,12 @@ class Page:
         used: When it was used last, on the pager's clock.
         place: When it was used last before it was put in order of leaving.
         held: The number of saved tensors that have it.
+        again: A tensor in other memory with its numbers, which was made in its place.
     """
 
     __slots__ = (
-        "__weakref__", "copied", "count", "held", "host", "is_away", "is_leaving", "key", "pins",
-        "place", "stays", "storage", "stream", "used", "waits", "way",
+        "__weakref__", "again", "copied", "count", "held", "host", "is_away", "is_leaving", "key",
+        "pins", "place", "stays", "storage", "stream", "used", "waits", "way",
     )  # fmt: skip
 
     def __init__(self, key: int, count: int) -> None:
@@ -116,12 +117,19 @@ class Page:
         self.key, self.count = key, count
         self.storage: weakref.ref[UntypedStorage]
         self.host: Room | None = None
+        self.again: Tensor | None = None
         self.copied: Any = None  # the event of the last copy
         self.way = ""  # the way of that copy: "out" or "back"
         self.waits = False  # whether the stream that computes has still to wait for it
         self.is_away = self.is_leaving = self.stays = False
         self.stream: Any = None  # the stream to which its memory belongs
         self.pins = self.used = self.held = self.place = 0
+
+    def memory(self) -> UntypedStorage:
+        """Return the storage with its numbers."""
+        storage = self.storage() if self.again is None else self.again.untyped_storage()
+        assert storage is not None
+        return storage
 
 
 class Pages:
@@ -163,11 +171,12 @@ class Pages:
             self.out += page.count
 
     def free(self, page: Page) -> None:
-        """Leave it to the host; the stream that computes waits until the copy is done."""
-        storage = page.storage()
-        assert storage is not None
+        """Free its memory; the stream that computes waits until a copy is done."""
         self._wait(page)
-        self.driver.free(storage)
+        if page.again is not None:
+            page.again = None
+        else:
+            self.driver.free(page.memory())
         page.is_away, page.is_leaving = True, False
         self.near -= page.count
 
@@ -185,15 +194,20 @@ class Pages:
         self._copy(page, storage, "back")
         self.back += page.count
 
+    def replace(self, page: Page, again: Tensor) -> None:
+        """Take the numbers of a storage that is away from a tensor that computes on this stream."""
+        page.again, page.stream = again, self.driver.current(self.device)
+        page.copied, page.way = page.stream.record_event(), "back"
+        page.is_away = False
+        self.near += page.count
+
     def take(self, page: Page) -> None:
         """Let the current stream read it: it waits for a copy that is on its way."""
         current = self.driver.current(self.device)
         if current != page.stream:
             if page.way == "back":
                 current.wait_event(page.copied)
-            storage = page.storage()
-            assert storage is not None
-            self.driver.record_stream(self.driver.flat(storage), current)
+            self.driver.record_stream(self.driver.flat(page.memory()), current)
         elif page.way == "back":
             self._wait(page)
 
@@ -235,5 +249,5 @@ class Pages:
         self._wait(page)
         if not page.is_away:
             self.near -= page.count
-        page.host = None
+        page.host = page.again = None
         del self.known[page.key]
