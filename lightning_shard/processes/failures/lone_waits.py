@@ -87,10 +87,7 @@ class LoneWaits:
         self._thread.join()
 
     def _look(self) -> None:
-        # nobody else knows of a thread in a collective (tests/processes/test_lone_waits.py)
-        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        waits = {(thread, *_call(f)): f for thread, f in frames.items() if _waits(f)}
-        now = time.monotonic()
+        waits, now = _places(), time.monotonic()
         self._since = {key: self._since.get(key, now) for key in waits}
         longest = now - min(self._since.values(), default=now)
         if self._ends and longest > REFUSED_S and self._store.check([REFUSED]):
@@ -98,7 +95,7 @@ class LoneWaits:
         long = [key for key, since in self._since.items() if now - since > STUCK_S]
         stuck = next((key for key in long if key[0] == self._looked_at), None)
         if stuck is not None:
-            told = json.dumps([*_place(waits[stuck]), now - self._since[stuck] > APART_S])
+            told = json.dumps([*waits[stuck], now - self._since[stuck] > APART_S])
             if self._told != told:
                 self._store.set(self._told_at, told)
                 self._told = told
@@ -130,6 +127,17 @@ class LoneWaits:
             f"{places[other][1]}: a split tensor and a sharded module must be used on all ranks of "
             f"a domain; {advice}.",
         )
+
+
+def _places() -> dict[tuple[int, int, int], tuple[bool, str]]:
+    """Return for each thread that waits where it does.
+
+    A frame that is held keeps the tensors of its function after that has returned, so that their
+    memory is not freed: none is held any more as this returns.
+    """
+    # nobody else knows of a thread in a collective (tests/processes/test_lone_waits.py)
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    return {(thread, *_call(f)): _place(f) for thread, f in frames.items() if _waits(f)}
 
 
 def _waits(frame: FrameType) -> bool:
