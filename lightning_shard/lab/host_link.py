@@ -16,6 +16,7 @@ from lightning_shard.lab.timeline import Ledger
 from lightning_shard.memory.offload import Mover
 from lightning_shard.memory.paging.host_memory import Memory, Room, sizes_of_parts
 from lightning_shard.memory.paging.pages import Driver
+from lightning_shard.memory.saved import Kept
 from lightning_shard.processes.torch_private.internals import FakeTensor, without_modes
 
 
@@ -31,7 +32,7 @@ class Counted(Mover):
         return self
 
     @override
-    def pack(self, budget: int | None, tensor: Tensor) -> Any:
+    def pack(self, budget: int | None, tensor: Tensor) -> Kept:
         """Hook of autograd, which counts the tensor as an activation."""
         if self.driver.holds(tensor):
             self._ledger.hold([tensor], "activations")

@@ -26,6 +26,7 @@ Function = Callable[..., Any]
 Arguments = Callable[..., tuple[Any, Any]]
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_HALF = (torch.bfloat16, torch.float16)
 _CALLS = 8  # at most, to make a tensor again
 
 _FUNCTIONS = """
@@ -87,19 +88,19 @@ def _of_instance_norm(
 
 
 _CHEAP = _cheap()
-# what makes a result again without a write into what is given
+# the arguments with which a function writes into nothing that is given
 _ARGUMENTS = {F.batch_norm: _of_batch_norm, F.instance_norm: _of_instance_norm}
 for _function in {*_CHEAP.values()}:
     _ARGUMENTS |= _with_in_place(_function)
 
 
 class Operand:
-    """An argument of a call: a part of the memory of a tensor that is not held by it.
+    """Is an argument of a call: a part of the memory of a tensor, which it does not hold.
 
     Attributes:
         storage: The memory, while anybody holds it.
-        version: Of its numbers.
-        made: How they were made, where a cheap function made them.
+        version: The version of its numbers.
+        made: The call that made them, where a cheap function made them.
     """
 
     __slots__ = ("dtype", "made", "offset", "shape", "storage", "strides", "version")
@@ -116,13 +117,13 @@ class Operand:
 
 
 class Made:
-    """The call of a cheap function that has filled the memory of a tensor.
+    """Is the call of a cheap function that has filled the memory of a tensor.
 
     Attributes:
-        calls: Those that make it again, where none of the tensors between is kept.
+        calls: The calls that make it again, where none of the tensors between is kept.
         operands: The arguments that lie in the memory of others.
-        version: Of the numbers that it made.
-        dtype: Of these numbers.
+        version: The version of the numbers that it made.
+        dtype: Their dtype.
     """
 
     __slots__ = ("_arguments", "_autocast", "_function", "_shape", "_strides", "calls", "dtype",
@@ -157,6 +158,12 @@ class Made:
         kwargs = {name: _swapped(x, Operand, value) for name, x in kwargs.items()}
         with torch.no_grad(), torch.autocast(*self._autocast, cache_enabled=False):
             result = self._function(*args, **kwargs)
+        if (result.shape, result.dtype) != (self._shape, self.dtype):
+            raise RuntimeError(
+                f"{self._function} made {tuple(self._shape)} of {self.dtype} in forward and "
+                f"{tuple(result.shape)} of {result.dtype} in backward, where activation_offload "
+                "makes it again; leave autocast's rules as they are between both."
+            )
         if result.stride() == self._strides:
             return result
         as_before = torch.empty_strided(
@@ -166,7 +173,7 @@ class Made:
 
 
 class Makers:
-    """The calls that made the tensors of now.
+    """Holds the calls that made the tensors of now.
 
     Args:
         holds: Returns True for a tensor whose memory may leave.
@@ -176,7 +183,10 @@ class Makers:
     def __init__(self, holds: Callable[[Tensor], bool], small: Callable[[], int]) -> None:
         """Know no call."""
         self._holds, self._small = holds, small
+        device = torch.accelerator.current_accelerator(check_available=True)
+        self._kind = "cpu" if device is None else device.type
         self._made: dict[int, tuple[Any, Made]] = {}
+        self._given: list[Tensor] = []  # to the function that runs under autocast
 
     def of(self, x: Tensor) -> Made | None:
         """Return the call that made the numbers of the memory of `x`."""
@@ -185,13 +195,13 @@ class Makers:
         return made if is_it else None
 
     def noted(self, function: Function, plain: Function, args: Any, kwargs: Any) -> Any:
-        """Call a function, and note that it made its result.
+        """Call a cheap function, and note that it made its result.
 
         Args:
-            function: What is called.
-            plain: What makes its result anew.
-            args: Of the call.
-            kwargs: Of the call.
+            function: It is called.
+            plain: A function that makes its result anew.
+            args: Its arguments.
+            kwargs: Its named arguments.
         """
         rule = _ARGUMENTS.get(plain)
         own, named = (args, kwargs) if rule is None else rule(*args, **kwargs)
@@ -200,10 +210,41 @@ class Makers:
         if not (is_served and any(map(self._holds, given))):
             return function(*args, **kwargs)
         operands = {id(x): Operand(x, self.of(x)) for x in given if self._is_large(x)}
-        result = function(*args, **kwargs)
+        result = self.called(function, args, kwargs)
+        for x in given:  # a cast in the call may be what is saved of an operand
+            if (operand := operands.get(id(x))) and operand.made is None:
+                operand.made = self.of(x) if version_of(x) == operand.version else None
         if operands and self._is_noted(result, given, operands):
             self._note(result, plain, own, named, operands)
         return result
+
+    def called(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function, whose operands autocast may cast."""
+        if not torch.is_autocast_enabled(self._kind):
+            return function(*args, **kwargs)
+        before, self._given = self._given, _tensors(args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._given = before
+
+    def see(self, saved: Tensor) -> None:
+        """Note that autocast made a tensor that is saved, of an operand of the call that runs."""
+        result = base_of(saved)
+        node = result.grad_fn if self._given else None
+        if node is None or node.name() != "ToCopyBackward0":
+            return
+        source = node.next_functions[0]
+        for x in self._given:
+            if (x.grad_fn, x.output_nr) == source and type(x) in _PLAIN:
+                self._note_cast(x, result)
+                if x.dtype in _HALF and self.of(x) is None:  # the way back loses nothing
+                    self._note_cast(result, x)
+
+    def _note_cast(self, x: Tensor, result: Tensor) -> None:
+        operands = {id(x): Operand(x, self.of(x))} if self._is_large(x) else {}
+        if operands and self._is_noted(result, [x], operands):
+            self._note(result, Tensor.to, (x, result.dtype), {}, operands)
 
     def _is_large(self, x: Tensor) -> bool:
         """Return True for memory that may leave, and that a copy would take, too."""
@@ -269,7 +310,9 @@ class Noting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function."""
-        plain = None if torch.compiler.is_compiling() else _CHEAP.get(func)
-        if plain is None:
+        if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
+        plain = _CHEAP.get(func)
+        if plain is None:
+            return self._makers.called(func, args, kwargs or {})
         return self._makers.noted(func, plain, args, kwargs or {})

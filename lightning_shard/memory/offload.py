@@ -12,7 +12,7 @@ Parameters stay, since FSDP2 frees and gathers them itself. What lies on the CPU
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice, takewhile
 from typing import Any
@@ -28,7 +28,7 @@ from lightning_shard.memory.made_again import Makers, Noting
 from lightning_shard.memory.paging.host_memory import Memory, MemoryInParts
 from lightning_shard.memory.paging.pages import Driver, Page, Pages
 from lightning_shard.memory.recipes import Recipe, Recipes
-from lightning_shard.memory.saved import Saved
+from lightning_shard.memory.saved import Kept, Saved
 from lightning_shard.processes.torch_private.internals import (
     base_of,
     key_of_storage,
@@ -79,7 +79,7 @@ class Mover:
         self._makers = Makers(driver.holds, lambda: SMALL_BYTES)
         self._recipes = Recipes(self._makers, self.release)
         self._cheap = dict[Page, None]()  # near, and made again if they leave
-        self._is_short = self._was_short = True  # of room, in this step or in the one before
+        self._is_short = self._was_short = True  # room was short in this step, or in the one before
 
     def noting(self) -> AbstractContextManager[Any]:
         """Return a mode in which the calls of cheap functions are noted, where that may be of use.
@@ -88,7 +88,7 @@ class Mover:
         """
         return Noting(self._makers) if self._is_short or self._was_short else nullcontext()
 
-    def pack(self, budget: int | None, tensor: Tensor) -> Any:
+    def pack(self, budget: int | None, tensor: Tensor) -> Kept:
         """Hook of autograd: what it keeps in the place of a tensor.
 
         Args:
@@ -97,7 +97,7 @@ class Mover:
             tensor: The tensor that an operator saves.
         """
         if not (self.driver.holds(tensor) and is_moved(tensor)):
-            return tensor
+            return Kept(tensor)
         with self._lock:
             pages = self._pages_on(tensor.device)
             page = pages.known.get(key_of_storage(tensor.untyped_storage()))
@@ -105,6 +105,7 @@ class Mover:
                 self._begin_step(budget)
             if page is None:
                 page = pages.note(tensor.untyped_storage())
+                self._makers.see(tensor)
                 number = self._numbers[page] = len(self._numbers)
                 if number in self._left_before:
                     self._early[page] = None
@@ -118,12 +119,12 @@ class Mover:
             self._make_room(pages, budget, 0)
         return saved
 
-    def unpack(self, budget: int | None, packed: Any) -> Tensor:
+    def unpack(self, budget: int | None, packed: Kept) -> Tensor:
         """Hook of autograd: the tensor, for the current stream."""
+        packed.check()
         if not isinstance(packed, Saved):
-            return packed
+            return packed.tensor()
         with self._lock:
-            packed.check()
             page, pages = packed.page, self._pages_on(packed.alias.device)
             is_next = packed.place < self._last  # node of the graph; those of one node come upwards
             self._last = packed.place
@@ -300,8 +301,8 @@ class OnHost(saved_tensors_hooks):
             budget: Bytes of activations that stay on the device; none by default.
         """
         budget = budget.bytes() if isinstance(budget, WhatFits) else budget
-        pack, unpack = (functools.partial(f, budget) for f in (MOVER.pack, MOVER.unpack))
-        super().__init__(pack, unpack)
+        unpack: Callable[[Any], Tensor] = functools.partial(MOVER.unpack, budget)
+        super().__init__(functools.partial(MOVER.pack, budget), unpack)
         self._noting = MOVER.noting()
 
     @override

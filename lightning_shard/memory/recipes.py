@@ -15,11 +15,15 @@ _LOOKED_AT = 8  # tensors that something else may still hold
 
 
 class Recipe:
-    """How to make the numbers of a page again."""
+    """Makes the numbers of a page again.
 
-    def __init__(self, made: Made) -> None:
+    Attributes:
+        page: The page.
+    """
+
+    def __init__(self, page: Page, made: Made) -> None:
         """Know no source yet."""
-        self._made, self._sources = made, dict[Operand, Saved]()
+        self.page, self._made, self._sources = page, made, dict[Operand, Saved]()
 
     def add(self, operand: Operand, source: Saved) -> None:
         """Hold a source: it lives as long as the page."""
@@ -47,14 +51,14 @@ class Recipe:
 
 
 class Recipes:
-    """The recipes of the pages of a mover, each of which is sought once.
+    """Holds the recipes of the pages of a mover, each of which is sought once.
 
     A page that is made again is no source of another one. So a page needs no more memory than its
     sources and the calls between.
 
     Args:
-        makers: What knows the calls.
-        release: What `Saved` calls at its end.
+        makers: They know the calls.
+        release: `Saved` calls it at its end.
     """
 
     def __init__(self, makers: Makers, release: Callable[[Page], None]) -> None:
@@ -62,7 +66,7 @@ class Recipes:
         self._makers, self._release = makers, release
         self._found = dict[Page, Recipe | None]()
         self._saved = dict[Page, weakref.ref[Saved] | None]()  # None: not of one dtype
-        self._untold = dict[Page, None]()  # of these none was sought yet
+        self._untold = dict[Page, None]()  # their recipes were not sought yet
 
     def note(self, saved: Saved) -> None:
         """Know how the memory of a page is read."""
@@ -102,7 +106,7 @@ class Recipes:
         saved = self._saved_of(page)
         made = None if saved is None else self._makers.of(saved.alias)
         if made is not None:
-            recipe = Recipe(made)
+            recipe = Recipe(page, made)
             if self._has_sources(pages, recipe, made):
                 self._found[page] = recipe
         return self._found[page]
@@ -114,7 +118,7 @@ class Recipes:
             is_on_host = saved is not None and saved.page.host is not None
             if again is not None and not is_on_host and self._has_sources(pages, recipe, again):
                 continue
-            if saved is None or self._found.get(saved.page) is not None:
+            if saved is None or saved.page is recipe.page or self._found.get(saved.page):
                 return False
             self._found[saved.page] = None  # it is kept
             recipe.add(operand, Saved(saved.alias, saved.page, self._release))

@@ -1,6 +1,9 @@
 """What cheap functions made is made again, bit for bit, of what is kept."""
 
+import random
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -8,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_shard.lab.device_autocast import autocast_of_gpu
 from lightning_shard.memory import made_again, offload
 from lightning_shard.memory.made_again import Makers
 from tests.memory.simulated_driver import on_machine
+from tests.pairs import choose
 
 KIB = 2**10
 SHAPE = 2, 8, 8, 8  # 8 KiB in float64
@@ -108,8 +113,14 @@ def test_functions(name):
     assert (made > 0) is (name not in KEPT)
 
 
-def test_under_autocast():
-    """Operands are cast as they were, whatever the mode of backward."""
+def copied(machine):
+    """Count the tensors that went to the host."""
+    return sum(s.stream is machine.beside["out"] and bool(s.run) for s in machine.steps)
+
+
+@pytest.mark.parametrize("like", [nullcontext, autocast_of_gpu])
+def test_under_autocast(like):
+    """Casts of autocast are made again, too; those of a GPU go to float32 and back."""
     torch.manual_seed(0)
     x = torch.randn(2, 8, 16, 16)
     net = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU(),
@@ -117,17 +128,19 @@ def test_under_autocast():
 
     def program(budget):
         net.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with like(), torch.autocast("cpu", torch.bfloat16):
             with offload.OnHost(budget):
                 y = net(x)
             loss = y.float().square().mean()
             loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in net.parameters())]
 
-    expected, _ = program(2**30), None
-    machine, found = on_machine(lambda: program(0), 8 * KIB, small=2 * KIB)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert machine.races == []
+    expected = program(2**30)
+    for cheap, copies in ((True, 3), (False, 5)):
+        machine, found = on_machine(lambda: program(0), 8 * KIB, small=2 * KIB, cheap=cheap)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert machine.races == []
+        assert copied(machine) == copies
 
 
 def network():
@@ -158,8 +171,81 @@ def test_only_what_is_costly_travels(budget):
         )
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert machine.races == []
-        out = machine.beside["out"]
-        assert sum(s.stream is out and bool(s.run) for s in machine.steps) == copies
+        assert copied(machine) == copies
+
+
+class Random(nn.Module):
+    """Layers in any order, whose results are read by any later ones."""
+
+    CHEAP = (
+        nn.ReLU, partial(nn.ReLU, inplace=True), nn.GELU, partial(nn.SiLU, inplace=True), nn.Tanh,
+        partial(nn.LeakyReLU, 0.1, inplace=True), partial(nn.GroupNorm, 2, 8),
+        partial(nn.BatchNorm2d, 8), partial(nn.InstanceNorm2d, 8, affine=True),
+        partial(nn.LayerNorm, 8), partial(nn.MaxPool2d, 3, 1, 1), partial(nn.AvgPool2d, 3, 1, 1),
+    )  # fmt: skip
+    WAYS = ("layer", "layer", "layer", "add", "add in place", "multiply", "join", "gate", "turn")
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.choose = random.Random(seed)
+        kinds = [partial(nn.Conv2d, 8, 8, 3, padding=1), *self.CHEAP]
+        made = [kinds[i]() for i in self.choose.choices(range(len(kinds)), [4, *12 * [1]], k=12)]
+        self.layers, self.narrow = nn.ModuleList(made), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x):
+        choose = random.Random(self.choose.random())
+        kept, y = [x], nn.functional.conv2d(x, self.narrow.weight[:, :8])
+        for layer in self.layers:
+            way, other = choose.choice(self.WAYS), choose.choice(kept)
+            if way == "layer":
+                y = layer(y)
+            elif way == "add in place":
+                y = y * 0.5
+                y += other
+            elif way == "join":
+                y = self.narrow(torch.cat([y, other], 1))
+            elif way == "gate":
+                y = y * torch.sigmoid(other)
+            elif way == "turn":
+                y = y.transpose(2, 3).contiguous()[:, :, ::1].mul(0.5) - 0.1
+            else:
+                y = y + 0.5 * other if way == "add" else (y * other).clamp(-2, 2)
+            if choose.random() < 0.4:
+                kept.append(y.clone() if choose.random() < 0.5 else F.softplus(y))
+        return y
+
+
+@pytest.mark.slow_rows("1", "2")
+@pytest.mark.parametrize("seed", choose(range(300), fast=range(3)))
+def test_random_networks(seed):
+    """Losses, gradients and running averages are those of a run without offload, bit for bit."""
+    chosen = random.Random(seed)
+    like = chosen.choice([nullcontext, autocast_of_gpu])
+    half = chosen.random() < 0.5
+    budget = chosen.choice([0, 0, 5 * KIB, 15 * KIB, None])
+
+    def program(offloaded):
+        net, found = Random(seed), []
+        for _ in range(2):
+            x = torch.randn(2, 8, 8, 8)
+            with like():
+                with torch.autocast("cpu", torch.bfloat16, enabled=half), offloaded():
+                    y = net(x)
+                loss = y.float().square().mean()
+                loss.backward()
+            found.append(loss.detach())
+        return [*found, *(p.grad for p in net.parameters() if p.grad is not None), *net.buffers()]
+
+    try:
+        expected = program(nullcontext)
+    except RuntimeError:  # it writes what backward needs
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|was written in place"):
+            on_machine(lambda: program(lambda: offload.OnHost(budget)), 4 * KIB, small=KIB)
+        return
+    machine, found = on_machine(lambda: program(lambda: offload.OnHost(budget)), 4 * KIB, small=KIB)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert machine.races == []
 
 
 @pytest.mark.parametrize("late", [False, True])

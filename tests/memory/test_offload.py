@@ -1,5 +1,7 @@
 """What an offloaded block moves, and what it refuses."""
 
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -84,6 +86,26 @@ def test_a_saved_tensor_whose_memory_is_freed():
 
     machine_of(program)
     assert not torch.is_tensor(saved[0])
+
+
+@pytest.mark.parametrize("count", [10, 2**17])
+def test_what_stays_is_as_without_blocks(count):
+    """A write into it is refused, and its memory ends with the graph."""
+    x = torch.rand(count, requires_grad=True)
+    with offload.OnHost(0):
+        y = x.exp()
+    y.detach().zero_()
+    with pytest.raises(RuntimeError, match=r"backward needs was written in place"):
+        y.sum().backward()
+    gc.disable()
+    try:
+        with offload.OnHost(0):
+            y = x.exp()
+        memory = weakref.ref(y.untyped_storage())
+        del y
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_small_tensors_stay():
