@@ -48,9 +48,10 @@ class ShardingOptions:
             whose results activation_checkpointing keeps; what lies between them is computed again.
         activation_offload: Classes whose activations lie in the host's memory until backward;
             "0GB": those of all blocks. A size such as "8GB": as much of the network's activations
-            stays on the device, and only what is above it travels, each tensor's memory once. True:
-            a size that fits, half of what is free when the first forward begins. On a CPU nothing
-            travels.
+            stays on the device, and only what is above it travels, each tensor's memory once. What
+            cheap functions made, such as norms and activations, is computed again where it can be.
+            True: a size that fits, half of what is free when the first forward begins. On a CPU
+            nothing travels.
         compile_blocks: True lets torch.compile compile each block. Blocks that are given split
             tensors run as they are, after a warning.
 
