@@ -253,14 +253,19 @@ class Mover:
 
     def _fetch_ahead(self, pages: Pages, budget: int | None) -> None:
         """Fetch what backward needs next, as much as there is room for."""
+        taken = 0
         # a tensor that a frame held may have left after newer ones
         for page in sorted(self._away, key=lambda page: page.place, reverse=True):
-            room = (AHEAD_BYTES if budget is None else budget) - pages.near
-            if room <= 0 or (budget is not None and room < page.count):
+            if page.place >= self._last:
+                continue
+            recipe = self._recipes.of(page)
+            needed = self._to_fetch(page, recipe)
+            taken += 0 if recipe is None else page.count  # by what is made before the next one
+            room = (AHEAD_BYTES if budget is None else budget) - pages.near - taken
+            if room <= 0 or (budget is not None and room < sum(page.count for page in needed)):
                 return
-            if page.place < self._last:
-                for needed in self._to_fetch(page, self._recipes.of(page)):
-                    self._fetch(pages, needed)
+            for each in needed:
+                self._fetch(pages, each)
 
 
 class WhatFits:
