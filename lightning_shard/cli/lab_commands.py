@@ -19,6 +19,7 @@ from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.usage import UsageError, as_usage_error
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.compare import certify, check
+from lightning_shard.lab.offload_sizes import offload_sizes
 from lightning_shard.lab.own_kernels import device_here
 from lightning_shard.lab.predict import plan
 from lightning_shard.lab.search import best
@@ -84,6 +85,13 @@ class LabCLI(lightning_cli.ShardCLI):
             print(f"written to {written}", file=sys.stderr)
             return
         where |= {"sharding": self.sharding, **self.step}
+        if self.own.offload:
+            if self.tiles is not None:
+                raise UsageError("tiles move activations already; leave out --tiles or --offload")
+            del where["measure"]
+            with as_usage_error(ValueError):
+                print(offload_sizes(self.model, source, self._mesh(), **where))
+            return
         if self.tiles is not None:
             if self.tiles == "auto":
                 raise UsageError(

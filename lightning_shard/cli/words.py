@@ -53,8 +53,8 @@ WORDS: Table = {
 BESIDE_FIT: Table = {  # commands that take the options of fit, too
     "check": {},
     "plan": {
-        "--best": SWITCH, "--cluster": {}, "--measure": SWITCH, "--price": {"type": float},
-        "--output": PATH,
+        "--best": SWITCH, "--cluster": {}, "--measure": SWITCH, "--offload": SWITCH,
+        "--price": {"type": float}, "--output": PATH,
     },
     "certify": {
         "--meshes": {"type": meshes, "default": "1x1,1x2,2x2,1x4"},
@@ -96,10 +96,14 @@ def read_words(command: str, words: Sequence[str]) -> tuple[argparse.Namespace, 
 
 def _check_plan(options: argparse.Namespace) -> None:
     if options.cluster is None:
-        for name in ("best", "measure", "price", "output"):
+        for name in ("best", "measure", "offload", "price", "output"):
             if getattr(options, name):
                 raise UsageError(f"--{name} needs --cluster, such as --cluster 8x8xH100")
         return
+    if options.offload and (options.best or options.measure):
+        raise UsageError(
+            "--offload takes the mesh of the config and rates; leave out --best and --measure"
+        )
     if options.output is not None and options.output.is_file():
         raise UsageError(f"--output '{options.output}' is a file; give a folder")
     with as_usage_error(ValueError):

@@ -102,6 +102,15 @@ def test_plan_of_the_best_mesh(capfd, tmp_path):
 
 
 @pytest.mark.slow
+def test_plan_of_sizes_of_offload(capfd):
+    main(["plan", *files("tfno_darcy"), *SMALL, *SMALL_NETWORK, "--offload", "--cluster=1xH100"])
+    rows = capfd.readouterr().out.splitlines()
+    assert rows[0] == read_cluster("1xH100").origin
+    assert rows[2].split("  ")[0] == "size"
+    assert len(rows) == 3 + 7 + 1
+
+
+@pytest.mark.slow
 def test_plan_of_a_mesh_on_a_cluster(capfd):
     command = ["plan", *files("tfno_darcy domain_2"), *SMALL, *SMALL_NETWORK]
     main([*command, "--cluster=4xA100"])
@@ -122,6 +131,9 @@ def test_plan_of_a_mesh_on_a_cluster(capfd):
     [
         (["--best"], "--best needs --cluster, such as --cluster 8x8xH100"),
         (["--price=2"], "--price needs --cluster"),
+        (["--offload"], "--offload needs --cluster, such as --cluster 8x8xH100"),
+        (["--offload", "--best", "--cluster=1xH100"], "leave out --best and --measure"),
+        (["--offload", "--tiles=4", "--cluster=1xH100"], "leave out --tiles or --offload"),
         (["--cluster=8x8xH10O"], "'H10O' is no known device; did you mean 'H100'?"),
         (["--cluster=8xH100", "--price=cheap"], "--price: invalid float value: 'cheap'"),
         (["--best", "--cluster=8xH100", f"--output={__file__}"], "is a file; give a folder"),
