@@ -121,10 +121,11 @@ class Mover:
 
     def unpack(self, budget: int | None, packed: Kept) -> Tensor:
         """Hook of autograd: the tensor, for the current stream."""
-        packed.check()
         if not isinstance(packed, Saved):
+            packed.check()
             return packed.tensor()
         with self._lock:
+            packed.check()
             page, pages = packed.page, self._pages_on(packed.alias.device)
             is_next = packed.place < self._last  # node of the graph; those of one node come upwards
             self._last = packed.place
