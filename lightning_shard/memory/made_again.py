@@ -5,6 +5,7 @@ activation, a norm or a concatenation made is not copied to the host where its o
 the same function is called again. It gives the same bits, by the same kernel of the same operands.
 """
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
@@ -183,8 +184,6 @@ class Makers:
     def __init__(self, holds: Callable[[Tensor], bool], small: Callable[[], int]) -> None:
         """Know no call."""
         self._holds, self._small = holds, small
-        device = torch.accelerator.current_accelerator(check_available=True)
-        self._kind = "cpu" if device is None else device.type
         self._made: dict[int, tuple[Any, Made]] = {}
         self._given: list[Tensor] = []  # to the function that runs under autocast
 
@@ -220,7 +219,7 @@ class Makers:
 
     def called(self, function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function, whose operands autocast may cast."""
-        if not torch.is_autocast_enabled(self._kind):
+        if not torch.is_autocast_enabled(_kind_of_device()):
             return function(*args, **kwargs)
         before, self._given = self._given, _tensors(args, kwargs)
         try:
@@ -278,6 +277,13 @@ class Makers:
         key = key_of_storage(storage)
         ended = weakref.ref(storage, lambda _: self._made.pop(key, None))
         self._made[key] = ended, Made(plain, args, kwargs, result, operands.values())
+
+
+@functools.cache
+def _kind_of_device() -> str:
+    """Name the devices of this machine, as autocast does."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if device is None else device.type
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:

@@ -65,7 +65,7 @@ class Mover:
     def __init__(self, driver: Driver, memory: Memory | None = None) -> None:
         """Nothing is moved yet."""
         self.driver = driver
-        self._memory = memory or MemoryInParts(pinned=torch.accelerator.is_available())
+        self._memory = memory  # by default chosen as the first tensor is saved
         self._pages: dict[torch.device, Pages] = {}
         self._near = OrderedDict[Page, None]()  # backward needs the first one last
         self._away = OrderedDict[Page, None]()
@@ -152,6 +152,8 @@ class Mover:
 
     def _pages_on(self, device: torch.device) -> Pages:
         if device not in self._pages:
+            if self._memory is None:
+                self._memory = MemoryInParts(pinned=torch.accelerator.is_available())
             self._pages[device] = Pages(device, self._memory, self.driver)
         return self._pages[device]
 
