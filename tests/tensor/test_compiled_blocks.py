@@ -50,7 +50,7 @@ def test_what_a_block_reads_may_change():
         block(split)
     for _ in range(2):
         expected = block.conv(x) * block.config.scale * READ["scale"]
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings(action="error", category=UserWarning):
             found = lightning_shard.gather(block(split)), block(x)
         for each in found:
             torch.testing.assert_close(each, expected)
