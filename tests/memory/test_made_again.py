@@ -118,6 +118,11 @@ def copied(machine):
     return sum(s.stream is machine.beside["out"] and bool(s.run) for s in machine.steps)
 
 
+# torch 2.11 says once that autocast of a GPU takes the place of autocast of a CPU
+IN_PLACE = pytest.mark.filterwarnings("ignore:Warning only once:UserWarning")
+
+
+@IN_PLACE
 @pytest.mark.parametrize("like", [nullcontext, autocast_of_gpu])
 def test_under_autocast(like):
     """Casts of autocast are made again, too; those of a GPU go to float32 and back."""
@@ -216,6 +221,7 @@ class Random(nn.Module):
         return y
 
 
+@IN_PLACE
 @pytest.mark.slow_rows("1", "2")
 @pytest.mark.parametrize("seed", choose(range(300), fast=range(3)))
 def test_random_networks(seed):

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,8 +29,8 @@ class Scaled(nn.Module):
         return self.conv(x) * self.config.scale * READ["scale"]
 
 
-@pytest.fixture
-def _on_kernels_of_torch():
+@contextmanager
+def on_kernels_of_torch():
     """The backend traces and divides graphs as the compiler does, and runs torch's kernels."""
     torch._dynamo.reset()
     plain = torch.compile
@@ -38,7 +39,7 @@ def _on_kernels_of_torch():
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.usefixtures("_on_kernels_of_torch")
+@on_kernels_of_torch()
 def test_what_a_block_reads_may_change():
     """No graph was told of it: what was compiled before went on with the old values."""
     block = Scaled()
@@ -59,7 +60,7 @@ def test_what_a_block_reads_may_change():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_on_kernels_of_torch")
+@on_kernels_of_torch()
 def test_a_copy_compiles_anew():
     block, x = Scaled(), torch.randn(1, 2, 9, 4)
     compile_forward([block])
