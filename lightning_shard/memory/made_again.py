@@ -233,9 +233,11 @@ class Makers:
         node = result.grad_fn if self._given else None
         if node is None or node.name() != "ToCopyBackward0":
             return
-        source = node.next_functions[0]
+        storage, source = result.untyped_storage(), node.next_functions[0]
+        if any(type(x) not in _PLAIN or x.untyped_storage() is storage for x in self._given):
+            return  # it was made before, and its operand may have been written since
         for x in self._given:
-            if (x.grad_fn, x.output_nr) == source and type(x) in _PLAIN:
+            if (x.grad_fn, x.output_nr) == source:
                 self._note_cast(x, result)
                 if x.dtype in _HALF and self.of(x) is None:  # the way back loses nothing
                     self._note_cast(result, x)

@@ -148,6 +148,29 @@ def test_under_autocast(like):
         assert copied(machine) == copies
 
 
+def test_a_cast_whose_source_was_written_since():
+    """A call that is given both saves the cast, which was made of other numbers."""
+    weight = torch.rand(8, 8, 1, 1, requires_grad=True)
+    x = torch.rand(2, 8, 8, 8)
+
+    def product():
+        source = F.conv2d(x, weight).float()
+        cast = source.to(torch.bfloat16)
+        source.detach().fill_(2)
+        return source * cast
+
+    def program():
+        with torch.autocast("cpu", torch.bfloat16), offload.OnHost(0):
+            y = F.conv2d(F.conv2d(product(), weight), weight)
+        y.float().sum().backward()
+
+    machine, _ = on_machine(program, KIB, small=KIB)
+    found, weight.grad = weight.grad, None
+    program()
+    assert torch.equal(found, weight.grad)
+    assert machine.races == []
+
+
 def network():
     """Costly layers between cheap ones."""
     torch.manual_seed(0)
