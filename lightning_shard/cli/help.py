@@ -124,7 +124,8 @@ options
   --measure           this machine has such a device: run the kernels of the step on it, and take
                       their times, not rates
   --best              rank what fits
-  --offload           predict sizes of activation_offload, and name one that makes a step no longer
+  --offload           predict sizes of activation_offload, and name the smallest one that makes a
+                      step at most 5 % longer
   --price PRICE       of a device for an hour: the cost of an epoch is shown
   --output DIR        where --best writes; by default trainer.default_root_dir
   all options of fit: {program} fit --help all

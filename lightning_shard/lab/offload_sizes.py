@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.batches import Data
+from lightning_shard.lab.calibrate import aligned
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.predict import predict
@@ -48,15 +49,9 @@ class OffloadSizes:
         return fits[-1] if is_less else None
 
     def __str__(self) -> str:
-        rows = [_HEAD, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
         where = self.kept.cluster
         assert where is not None
-        lines = [where.origin, f"activation_offload on {where}:", *lines]
+        lines = [where.origin, f"activation_offload on {where}:", *aligned([_HEAD, *self._rows()])]
         if self.free is None:
             return "\n".join([*lines, "Each size makes a step more than 5 % longer."])
         saved = size_in_words(self.kept.memory - self.sizes[self.free].memory)
@@ -85,7 +80,7 @@ def offload_sizes(
     sharding: Any = "auto",
     **options: Any,
 ) -> OffloadSizes:
-    """Predict a training step for sizes from all activations to none.
+    """Predict a training step for sizes from 80 to 10 % of the activations.
 
     Args:
         module: An ordinary LightningModule, which stays as it is.

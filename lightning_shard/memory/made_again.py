@@ -96,7 +96,7 @@ for _function in {*_CHEAP.values()}:
 
 
 class Operand:
-    """Is an argument of a call: a part of the memory of a tensor, which it does not hold.
+    """Describes an argument of a call: a part of the memory of a tensor, which it does not hold.
 
     Attributes:
         storage: The memory, while anybody holds it.
@@ -118,7 +118,7 @@ class Operand:
 
 
 class Made:
-    """Is the call of a cheap function that has filled the memory of a tensor.
+    """Describes the call of a cheap function that has filled the memory of a tensor.
 
     Attributes:
         calls: The calls that make it again, where none of the tensors between is kept.

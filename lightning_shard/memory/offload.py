@@ -27,7 +27,7 @@ from lightning_shard.memory.free import free_bytes
 from lightning_shard.memory.made_again import Makers, Noting
 from lightning_shard.memory.paging.host_memory import Memory, MemoryInParts
 from lightning_shard.memory.paging.pages import Driver, Page, Pages
-from lightning_shard.memory.recipes import Recipe, Recipes
+from lightning_shard.memory.recipes import LOOKED_AT, Recipe, Recipes
 from lightning_shard.memory.saved import Kept, Saved
 from lightning_shard.processes.torch_private.internals import (
     base_of,
@@ -42,9 +42,6 @@ SMALL_BYTES = 2**16
 # On the device beside what computes: forward waits for the oldest copy where more is on its way,
 # and backward fetches as much ahead. At 25 GB/s it travels in 10 ms.
 AHEAD_BYTES = 2**28
-
-
-_LOOKED_AT = 8  # tensors that something else may still hold
 
 
 def is_moved(tensor: Tensor) -> bool:
@@ -170,7 +167,7 @@ class Mover:
 
         A copy that begins where there is no room left hides behind nothing.
         """
-        ready = [page for page in islice(self._early, _LOOKED_AT) if self._is_only_ours(page)]
+        ready = [page for page in islice(self._early, LOOKED_AT) if self._is_only_ours(page)]
         for page in ready:
             del self._early[page]
             pages.send(page)

@@ -11,7 +11,7 @@ from lightning_shard.memory.paging.pages import Page, Pages
 from lightning_shard.memory.saved import Saved
 from lightning_shard.processes.torch_private.internals import key_of_storage
 
-_LOOKED_AT = 8  # tensors that something else may still hold
+LOOKED_AT = 8  # tensors that something else may still hold
 
 
 class Recipe:
@@ -90,7 +90,7 @@ class Recipes:
 
     def seek(self, pages: Pages, is_only_ours: Callable[[Page], bool]) -> Iterator[Page]:
         """Give those that are made again of the pages that were noted since, a few at a time."""
-        for page in [*islice(self._untold, _LOOKED_AT)]:
+        for page in [*islice(self._untold, LOOKED_AT)]:
             del self._untold[page]
             if not is_only_ours(page):
                 self._untold[page] = None

@@ -163,11 +163,9 @@ class Pages:
 
     def send(self, page: Page) -> None:
         """Start the copy to the host, unless the host has the same numbers."""
-        storage = page.storage()
-        assert storage is not None
         if page.host is None:
             page.host = self.driver.room(self.memory, page.count)
-            self._copy(page, storage, "out")
+            self._copy(page, page.memory(), "out")
             self.out += page.count
 
     def free(self, page: Page) -> None:
@@ -182,8 +180,7 @@ class Pages:
 
     def fetch(self, page: Page) -> None:
         """Start the copy to the device."""
-        storage = page.storage()
-        assert storage is not None
+        storage = page.memory()
         assert page.host is not None
         page.stream = self.driver.current(self.device)
         self.driver.allocate(storage, page.count)
