@@ -30,7 +30,7 @@ from lightning_shard.domain.forward_mode import refuse_tangent, with_tangent
 from lightning_shard.domain.local_group import joining, rank_in, ranks_in
 from lightning_shard.domain.memory_format import empty, format_of, joined, owned
 from lightning_shard.domain.together import Route
-from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
+from lightning_shard.domain.wire import all_gather, all_to_all, packed, reduce_in_place
 from lightning_shard.processes.torch_private.internals import in_memory
 
 
@@ -109,10 +109,7 @@ def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proce
 
 def of_all(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the `part`s of all ranks, alike in shape, stacked in order, without a gradient."""
-    refuse_tangent(part)
-    ranks, size = ranks_in(group), part.numel()
-    copies = part.detach().expand(ranks, *part.shape).reshape(-1).contiguous()
-    return all_to_all(copies, [size] * ranks, [size] * ranks, group).view(ranks, *part.shape)
+    return all_gather(part.detach() if part.requires_grad else part, ranks_in(group), group)
 
 
 class _Exchange(Function):

@@ -214,8 +214,12 @@ def _begin(
     wait = begin_all_to_all(outgoing, sizes, given, group)
 
     def arrived() -> list[Tensor]:
-        parts = zip(wait().split_with_sizes(sizes), shapes, strict=True)
-        return [part.view(shape) for part, shape in parts if shape is not None]
+        came = wait()
+        wanted = [(size, shape) for size, shape in zip(sizes, shapes, strict=True) if shape]
+        if len(wanted) == 1:
+            return [came.view(wanted[0][1])]
+        parts = came.split_with_sizes([size for size, _ in wanted])
+        return [part.view(shape) for part, (_, shape) in zip(parts, wanted, strict=True)]
 
     return arrived
 

@@ -154,7 +154,11 @@ class Layout:
             return self._axes[dims[0]]
         if not dims:
             return self._all_axes
-        return tuple(sorted([a for d in dims for a in self._axes[d]]))
+        found = self._axes_of_several.get(dims)
+        if found is None:
+            found = tuple(sorted([a for d in dims for a in self._axes[d]]))
+            self._axes_of_several[dims] = found
+        return found
 
     def parts(self, *dims: int) -> int:
         """Count the ranks over which `dims` are split (all dims if none is named)."""
@@ -167,6 +171,10 @@ class Layout:
     @cached_property
     def _all_axes(self) -> tuple[int, ...]:
         return tuple(sorted([a for axes in self._axes for a in axes]))
+
+    @cached_property
+    def _axes_of_several(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {}
 
     @cached_property
     def _axes(self) -> tuple[tuple[int, ...], ...]:

@@ -17,6 +17,8 @@ from lightning_shard.domain.forward_mode import refuse_tangent
 from lightning_shard.domain.local_group import local, ranks_in
 from lightning_shard.domain.one_thread import check_thread
 
+_CARRIED = (torch.float32, torch.float64)  # dtypes that the messages of every backend know
+
 # called before ranks exchange: to wait, for instance, for ranks that may not come
 BEFORE_EXCHANGE: ContextVar[Callable[[dist.ProcessGroup], None]] = ContextVar(
     "BEFORE_EXCHANGE", default=lambda group: None
@@ -48,7 +50,7 @@ def all_to_all(
 ) -> Tensor:
     """Send `given[p]` elements to each peer p, and return those that come, `sizes[p]` of peer p.
 
-    The wire carries bytes, so every dtype works on every backend.
+    Every dtype works on every backend: those that some do not know travel as bytes.
     """
     refuse_tangent(outgoing)
     here = local(group)
@@ -79,6 +81,23 @@ def begin_all_to_all(
     return brought
 
 
+def all_gather(part: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
+    """Gather the `part`s of all `ranks`, alike in shape, stacked in order."""
+    refuse_tangent(part)
+    shape, size = (ranks, *part.shape), part.numel()
+    here = local(group)
+    if here is not None:
+        copies = packed([part.expand(shape)], part)
+        return here.exchange(copies, [size] * ranks, [size] * ranks).view(shape)
+    _begin(group)
+    part = packed([part], part)
+    arriving = joined = part.new_empty(ranks * size)
+    if part.dtype not in _CARRIED:
+        arriving, part = _as_bytes(joined), _as_bytes(part)
+    dist.all_gather_into_tensor(arriving, part, group=group)
+    return joined.view(shape)
+
+
 def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Replace `x` by the sum, maximum or minimum over the ranks."""
     refuse_tangent(x)
@@ -101,14 +120,13 @@ def _sent(
     outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup, *, at_once: bool
 ) -> tuple[Tensor, dist.Work | None]:
     incoming = outgoing.new_empty(sum(sizes))
-    unit = outgoing.element_size()
+    arriving = incoming
+    if outgoing.dtype not in _CARRIED:
+        unit = outgoing.element_size()
+        sizes, given = [unit * n for n in sizes], [unit * n for n in given]
+        arriving, outgoing = _as_bytes(incoming), _as_bytes(outgoing)
     work = dist.all_to_all_single(
-        _as_bytes(incoming),
-        _as_bytes(outgoing),
-        [unit * n for n in sizes],
-        [unit * n for n in given],
-        group=group,
-        async_op=not at_once,
+        arriving, outgoing, sizes, given, group=group, async_op=not at_once
     )
     return incoming, work
 

@@ -276,7 +276,7 @@ def _ask_before_functions() -> None:
             return own(*args, **kwargs)
         if not split:
             outputs = own(*args, **kwargs)
-            if not is_of(cls, _HOSTS):
+            if not _is_of_hosts(cls):
                 for out in outputs if isinstance(outputs, tuple) else (outputs,):
                     if isinstance(out, Tensor):
                         see_whole_gradient(out)
@@ -292,6 +292,11 @@ def _ask_before_functions() -> None:
         return on_whole_tensors(own, args, kwargs, DomainTensor, name=cls)
 
     Function.apply = classmethod(apply)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_hosts(function: type[Function]) -> bool:
+    return is_of(function, _HOSTS)
 
 
 def _is_recorded(tensor: Tensor) -> bool:

@@ -48,7 +48,7 @@ from lightning_shard.tensor.out import write_out
 from lightning_shard.tensor.part import Part, part_of
 from lightning_shard.tensor.rows import Rows, is_own_copy, remember_index
 from lightning_shard.tensor.strangers import class_for
-from lightning_shard.tensor.wrong_calls import refuse_wrong_call
+from lightning_shard.tensor.wrong_calls import NUMBERS, refuse_wrong_call
 
 Function = Callable[..., Any]
 
@@ -373,12 +373,17 @@ def _read(value: Any) -> Any:
 
 
 def _unwrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
+    cls = type(value)
+    if cls in NUMBERS:
+        return value
     if isinstance(value, DomainTensor):
         part = part_of(value)
         wrappers[id(part.local)] = value
         return part
-    cls = type(value)
-    return cls([_unwrap(v, wrappers) for v in value]) if cls is list or cls is tuple else value
+    if cls is not list and cls is not tuple:
+        return value
+    has_numbers = NUMBERS.issuperset(map(type, value))
+    return cls(value if has_numbers else [_unwrap(v, wrappers) for v in value])
 
 
 def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ _WRITES_CHOSEN = {
     torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_,
 }  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)
+
+NUMBERS = frozenset([int, float, bool, NoneType])  # classes of most arguments but tensors
 
 _accepted: set[Any] = set()
 
@@ -68,16 +71,21 @@ def refuse_wrong_call(
 
 def _key(value: Any, kind: type[Tensor]) -> Any:
     cls = type(value)
+    if cls in NUMBERS:
+        return cls, value  # 1, 1.0 and True are equal
     if cls is kind:
         part = value._part
         return part.shape, part.dtype
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if cls is tuple or cls is list:
+        kinds = (*map(type, value),)
+        if NUMBERS.issuperset(kinds):
+            return cls, kinds, (*value,)
         return cls, *[_key(v, kind) for v in value]
     if cls is slice:
         return cls, value.start, value.stop, value.step
-    return cls, value  # 1, 1.0 and True are equal
+    return cls, value
 
 
 _OF_A_LIBRARY = "memory descriptor"  # oneDNN's words, which say nothing of the arguments

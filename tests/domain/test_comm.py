@@ -5,6 +5,7 @@ runs, and the parts are put together. So gradcheck perturbs all ranks alike, and
 differences is the Jacobian of the function of the whole.
 """
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -158,6 +159,24 @@ def test_values():
     most = all_reduce_extreme(torch.tensor([rank, -rank]), dist.ReduceOp.MAX, dist.group.WORLD)
     assert most.tolist() == [2, 0]
     assert of_all(torch.tensor([rank]), dist.group.WORLD).tolist() == [[0], [1], [2]]
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool,
+                                   torch.int64, torch.complex64])  # fmt: skip
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (2, 3)])
+def test_what_all_have(dtype, shape):
+    """Gathered of any dtype and shape, also turned, with a graph and of one row of a column."""
+    parts = torch.arange(2.0 * math.prod(shape)).reshape(2, *shape).to(dtype)
+    own = parts[dist.get_rank()]
+    turned = [own, own.mT, own.T[:1].T] if len(shape) > 1 else [own]
+    for number, x in enumerate(turned):
+        given = x.clone().requires_grad_() if dtype.is_floating_point and not number else x
+        found = of_all(given, dist.group.WORLD)
+        each = [parts[0], parts[1]]
+        wanted = [each, [p.mT for p in each], [p.T[:1].T for p in each]][number] if number else each
+        assert not found.requires_grad
+        assert found.equal(torch.stack(wanted))
 
 
 @pytest.mark.spmd(3)

@@ -10,12 +10,12 @@ from torch import Tensor
 from lightning_shard.domain.align import sum_over, take_local, volume, whole
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.layout import layout_of
 from lightning_shard.domain.local_group import after
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.norm.groups import groups_of
-from lightning_shard.ops.norm.normalize import Moments, normalize_groups
+from lightning_shard.ops.norm.normalize import Normalized, normalize_groups
 from lightning_shard.ops.registry import implements
 
 
@@ -52,12 +52,13 @@ def batch_norm(
     weight, bias = _of_channels(x, weight), _of_channels(x, bias)
     groups = groups_of(x, dims, x.local.shape[1], eps)
 
-    def noted(made: Moments) -> Subdomain:
-        result, mean, variance = made
+    def noted(made: Normalized) -> Subdomain:
+        result, (mean, variance) = made
         if running_mean is not None or running_var is not None:
-            unbiased = variance * (count / max(count - 1, 1))
-            for buffer, value in ((running_mean, mean), (running_var, unbiased)):
-                update_running(x.domain, buffer, _all_channels(x, value), momentum)
+            for buffer, value, times in (
+                (running_mean, mean, 1.0), (running_var, variance, count / max(count - 1, 1)),
+            ):  # fmt: skip
+                update_running(x.domain, buffer, _all_channels(x, value), momentum, times)
         return x.like(result)
 
     return after(normalize_groups(x.local, weight, bias, groups), noted)
@@ -92,8 +93,8 @@ def instance_norm(
     weight, bias = _of_channels(x, weight), _of_channels(x, bias)
     groups = groups_of(x, dims, samples * channels, eps)
 
-    def noted(made: Moments) -> Subdomain:
-        result, mean, variance = made
+    def noted(made: Normalized) -> Subdomain:
+        result, (mean, variance) = made
         unbiased = variance * (count / max(count - 1, 1))
         for buffer, value in ((running_mean, mean), (running_var, unbiased)):
             if buffer is not None:
@@ -113,14 +114,18 @@ def _of_channels(x: Subdomain, values: Any) -> Any:
 
 def _all_channels(x: Subdomain, local: Tensor) -> Tensor:
     """One value per channel, on every rank."""
-    return whole(x.like(local, Layout((x.layout.dims[1],), x.layout.grid)), 0).local
+    if not x.layout.axes(1):
+        return local
+    return whole(x.like(local, layout_of((x.layout.dims[1],), x.layout.grid)), 0).local
 
 
 @torch.no_grad()
-def update_running(domain: Domain, buffer: Tensor | None, value: Tensor, momentum: float) -> None:
-    """Move a running statistic towards `value` in place, on every rank alike."""
+def update_running(
+    domain: Domain, buffer: Tensor | None, value: Tensor, momentum: float, times: float = 1.0
+) -> None:
+    """Move a running statistic towards `times` the value in place, on every rank alike."""
     if buffer is not None and domain.writes_plain:
-        buffer.mul_(1 - momentum).add_(value.to(buffer.dtype), alpha=momentum)
+        buffer.mul_(1 - momentum).add_(value.to(buffer.dtype), alpha=momentum * times)
 
 
 @implements(F.group_norm, torch.group_norm, limits="channels (dim 1) must be whole", joins=True)

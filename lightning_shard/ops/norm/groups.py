@@ -19,7 +19,7 @@ from lightning_shard.domain.align import all_gather_small, sum_over, volume
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Grid, Layout
-from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.domain.wire import reduce_in_place
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -30,14 +30,16 @@ class Groups:
     """The values of a split tensor that share their moments.
 
     Attributes:
-        place: A part without rows, of the layout of the split tensor.
+        layout: The layout of the split tensor.
+        domain: Its process groups.
         dims: The dims of the split tensor along which values share moments.
         number: K, of this rank.
         count: Number of values that share them, over all ranks.
         eps: Is added to the variance.
     """
 
-    place: Subdomain
+    layout: Layout
+    domain: Domain
     dims: tuple[int, ...]
     number: int
     count: int
@@ -45,7 +47,7 @@ class Groups:
 
     def flat(self, x: Tensor) -> Tensor:
         """(B, C, ...) -> (1, B * C, rest) of several samples with moments of their own."""
-        if len(x) == 1 or 0 in self.dims:
+        if x.shape[0] == 1 or 0 in self.dims:  # not len(x), which asks more of torch
             return x
         return x.reshape(1, self.channels_of(x), math.prod(x.shape[2:]))
 
@@ -57,6 +59,15 @@ class Groups:
         """(B, C, ...), flat -> (B, K, C / K, rest)."""
         per_group = x.shape[1] // max(self.number, 1)
         return x.reshape(x.shape[0], self.number, per_group, math.prod(x.shape[2:]))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The mesh axes along which ranks share moments."""
+        return self.layout.axes(*self.dims)
+
+    def placed(self, values: Tensor) -> Subdomain:
+        """Show collectives, which ask for the ranks alone, the values of this rank."""
+        return Subdomain(values, self.layout, self.domain)
 
     def of_channels(self, values: Tensor) -> Tensor:
         """(..., C) -> (..., K, C / K)."""
@@ -70,14 +81,13 @@ class Groups:
 
     def combined(self, own: Tensor) -> Tensor:
         """Mean and variance (2, ...) over all ranks from those of this rank's rows."""
-        axes = self.place.layout.axes(*self.dims)
-        if not axes:
+        if not self.axes:
             return own
-        return mixed(all_gather_small(self.place, axes, own), self.weights(own))
+        return mixed(all_gather_small(self.placed(own), self.axes, own), self.weights(own))
 
     def weights(self, like: Tensor) -> Tensor | None:
         """Return the share of the values that each part has; None where all have the same."""
-        shares = _shares(self.place.layout, self.dims)
+        shares = _shares(self.layout, self.dims)
         return None if len({*shares}) == 1 else _weights(shares, like.dtype, like.device)
 
 
@@ -86,21 +96,27 @@ class Joint:
 
     Attributes:
         groups: The groups of each part, which share their moments.
+        first: The groups of the first part, which tell what all have in common.
     """
 
     def __init__(self, groups: Sequence[Groups]) -> None:
-        self.groups = groups
+        self.groups, self.first = groups, groups[0]
 
-    @property
-    def first(self) -> Groups:
-        """The groups of the first part, which tell what all have in common."""
-        return self.groups[0]
+    @staticmethod
+    def moments_of(parts: Sequence[Tensor]) -> Tensor:
+        """Put the moments of n parts, (2, ...) each, together as `combined` takes them."""
+        return parts[0] if len(parts) == 1 else torch.stack([*parts], 1).flatten(0, 1)
 
     def combined(self, own: Tensor) -> Tensor:
-        """Mean and variance (2, ...) over all ranks from those of these parts, (n, 2, ...)."""
+        """Mean and variance (2, ...) over all ranks from those of these n parts.
+
+        Args:
+            own: The means, then the variances, of the parts, (2 * n, ...).
+        """
         if len(self.groups) == 1:
-            return self.first.combined(own[0])
-        return mixed(own, self.first.weights(own))
+            return self.first.combined(own)
+        each = torch.unflatten(own, 0, (2, len(self.groups))).transpose(0, 1)
+        return mixed(each, self.first.weights(own))
 
     def added(self, sums: Sequence[Tensor]) -> Tensor:
         """Add each group's sums up over all values; what travels is written."""
@@ -108,9 +124,9 @@ class Joint:
             return torch.stack([*sums]).sum(0)
         if len(self.groups) > 1:
             return sums[0]
-        axes = self.first.place.layout.axes(*self.first.dims)
+        axes = self.first.axes
         if axes and sums[0].numel():
-            reduce_in_place(sums[0], dist.ReduceOp.SUM, self.first.place.domain.group(axes))
+            reduce_in_place(sums[0], dist.ReduceOp.SUM, self.first.domain.group(axes))
         return sums[0]
 
     def mean_of_all(self, sums: Sequence[Tensor]) -> Tensor:
@@ -119,13 +135,18 @@ class Joint:
         if len(sums) > 1:
             total = torch.stack([*sums]).sum(0)
         elif total.numel():  # else there is no sample here: as little on the ranks that share it
-            total = sum_over(first.place, total, first.dims)
+            total = sum_over(first.placed(total), total, first.dims)
         return total / first.count
 
 
 def wide(x: Tensor) -> Tensor:
     """Return values of half precision in float32, others as they are."""
     return x.float() if x.dtype in _HALF else x
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of values that are `wide`."""
+    return torch.float32 if dtype in _HALF else dtype
 
 
 def own_moments(view: Tensor) -> Tensor:
@@ -192,5 +213,4 @@ def groups_of(
         eps: Is added to the variance.
         parts: Number of groups along `dims`.
     """
-    place = x.like(x.local.new_empty(0))
-    return Groups(place, dims, number, volume(x.layout, dims) // parts, eps)
+    return Groups(x.layout, x.domain, dims, number, volume(x.layout, dims) // parts, eps)

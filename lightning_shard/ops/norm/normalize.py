@@ -11,7 +11,7 @@ A local tensor is (B, C, ...), and its channels are K groups (ops/norm/groups.py
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +21,17 @@ from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.local_group import Later, joining
 from lightning_shard.domain.memory_format import format_of, owned
-from lightning_shard.ops.norm.groups import Groups, Joint, mixed, own_moments, wide
+from lightning_shard.ops.norm.groups import Groups, Joint, mixed, own_moments, wide, wide_dtype
 from lightning_shard.processes.torch_private.internals import in_transform
 
-Moments = tuple[Tensor, Tensor, Tensor]
+Normalized = tuple[Tensor, Tensor]  # the result, and the moments of each group
 
 _sums = torch.ops.aten.native_batch_norm_backward
 
 
 def normalize_groups(
     local: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups
-) -> Moments | Later[Moments]:
+) -> Normalized | Later[Normalized]:
     """(local - mean) / sqrt(variance + eps) * weight + bias.
 
     Args:
@@ -41,15 +41,14 @@ def normalize_groups(
         groups: The values that share their moments.
 
     Returns:
-        The result, and of each group the mean and the biased variance over all ranks, (K), which
+        The result, and of each group the mean and the biased variance over all ranks, (2, K), which
         carry no gradient. In tiles they are there later: go on by `after`.
     """
-    given = {wide(t).dtype for t in (local, weight, bias) if t is not None}
+    given = {wide_dtype(t.dtype) for t in (local, weight, bias) if t is not None}
     fused = given in ({torch.float32}, {torch.float64})
     if fused and not in_transform() and not in_forward_mode():
         own = _Member(local, weight, bias, groups)
-        axes = groups.place.layout.axes(*groups.dims)
-        here = joining(groups.place.domain.group(axes)) if axes else None
+        here = joining(groups.domain.group(groups.axes)) if groups.axes else None
         return _normalize([own])[0] if here is None else here.later(own, _normalize)
     flat = groups.flat(local)
     mean, variance = groups.moments(flat)
@@ -58,7 +57,7 @@ def normalize_groups(
         for v in (weight, bias)
     )
     result = normalized(groups.view(flat), mean, variance, weight, bias, groups.eps)
-    return _shaped_as(local, result), mean.detach().flatten(), variance.detach().flatten()
+    return _shaped_as(local, result), torch.stack([mean, variance]).detach().flatten(1)
 
 
 def _shaped_as(x: Tensor, flat: Tensor) -> Tensor:
@@ -100,18 +99,15 @@ class _Member(NamedTuple):
 Slot = tuple[int, int | None, int | None]  # the places of a member's tensors
 
 
-def _normalize(members: Sequence[_Member]) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _normalize(members: Sequence[_Member]) -> list[Normalized]:
     """Normalize the part of this rank, or those of all tiles that share moments."""
-    tensors: list[Tensor] = []
-    places: dict[int | None, int | None] = {id(None): None}
-    for tensor in (t for m in members for t in m[:3]):
-        if id(tensor) not in places:  # tiles may have one weight in common
-            places[id(tensor)] = len(tensors)
-            tensors.append(cast("Tensor", tensor))
-    slots = [tuple([places[id(t)] for t in m[:3]]) for m in members]
+    given = {id(t): t for m in members for t in m[:3]}  # tiles may have one weight in common
+    given.pop(id(None), None)
+    places = dict(zip(given, range(len(given)), strict=True))
+    slots = [tuple([places.get(id(t)) for t in m[:3]]) for m in members]
     joint = Joint([m.groups for m in members])
-    *results, mean, variance = _Normalize.apply(joint, slots, *tensors)
-    return [(result, mean, variance) for result in results]
+    *results, moments = _Normalize.apply(joint, slots, *given.values())
+    return [(result, moments) for result in results]
 
 
 class _Normalize(Function):
@@ -121,21 +117,21 @@ class _Normalize(Function):
         moments, eps = joint.combined(_fused_moments(members, joint)), joint.first.eps
         channels = joint.first.channels_of(members[0].local)
         of_channels = _each_channel(channels, joint.first, moments)
-        ctx.save_for_backward(*tensors, of_channels)
+        both = of_channels.unbind()
+        ctx.save_for_backward(*tensors, *both)
         ctx.plan = joint, slots
-        mean, variance = map(owned, moments)
-        ctx.mark_non_differentiable(mean, variance)
+        moments = owned(moments)
+        ctx.mark_non_differentiable(moments)
         ctx.set_materialize_grads(False)
         results: list[Tensor] = []
-        both = of_channels.unbind()
         for m in reversed(members):  # the last one's rows were read last, so they are still near
             result = _scaled(m.flat(m.local), m.weight, m.bias, both, eps)
-            results.append(owned(_shaped_as(m.local, result.to(m.local.dtype)), m.local))
-        return *reversed(results), mean, variance
+            results.append(owned(_shaped_as(m.local, result.to(m.local.dtype))))
+        return *reversed(results), moments
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        *tensors, moments = ctx.saved_tensors
+        *tensors, mean, variance = ctx.saved_tensors
         joint, slots = ctx.plan
         members = _members(joint, slots, tensors)
         arrived = [
@@ -145,7 +141,7 @@ class _Normalize(Function):
         if torch.is_grad_enabled():  # they are to be differentiated again
             found = _gradients(arrived, members, joint)
         else:
-            found = _fused_gradients(arrived, members, moments.unbind(), joint)
+            found = _fused_gradients(arrived, members, (mean, variance), joint)
         totals: list[Any] = [None] * len(tensors)
         for (of_x, *others), m, slot in zip(found, members, slots, strict=True):
             for place, part in zip(slot, (_shaped_as(m.local, of_x), *others), strict=True):
@@ -161,14 +157,15 @@ def _of_flat(values: Tensor, channels: int) -> Tensor:
 
     Not by `repeat`, of which no samples give a gradient without a graph.
     """
-    samples = channels // max(len(values), 1)
-    return values if len(values) == channels else values.expand(samples, -1).flatten()
+    own = values.shape[0]
+    return values if own == channels else values.expand(channels // max(own, 1), -1).flatten()
 
 
 def _of_channels(gradient: Tensor, values: Tensor) -> Tensor:
     """Return a gradient like `values`, of which each sample has given a part."""
-    if gradient.ndim == 1 and len(gradient) != len(values):
-        gradient = gradient.reshape(-1 if len(gradient) else 0, len(values)).sum(0)
+    (own,) = values.shape[:1]
+    if gradient.ndim == 1 and gradient.shape[0] != own:
+        gradient = gradient.reshape(-1 if gradient.shape[0] else 0, own).sum(0)
     return gradient.to(values.dtype)
 
 
@@ -187,7 +184,7 @@ def _members(joint: Joint, slots: list[Slot], tensors: Sequence[Tensor]) -> list
 
 
 def _fused_moments(members: Sequence[_Member], joint: Joint) -> Tensor:
-    """Mean and variance of the rows of each member, shape (n, 2, K).
+    """Means, then variances, of the rows of each of n members, shape (2 * n, K).
 
     On a CPU torch's kernel of group norm is the quickest. It gives them for each of B samples;
     these are mixed. On other devices it takes one block of threads for each group, and writes a
@@ -195,30 +192,32 @@ def _fused_moments(members: Sequence[_Member], joint: Joint) -> Tensor:
     """
     few = [m.local.numel() == 0 or math.prod(m.local.shape[2:]) == 1 for m in members]
     if any(few):
-        return torch.stack([
+        return Joint.moments_of([
             own_moments(m.groups.view(m.flat(m.local))).flatten(1) for m in members
         ])  # fmt: skip
     if members[0].local.device.type != "cpu":
         views = [m.groups.view(m.flat(m.local)) for m in members]
-        variances, means = zip(
-            *[torch.var_mean(view, (0, 2, 3), correction=0) for view in views], strict=True
-        )
-        return torch.unflatten(torch.stack([*means, *variances]), 0, (2, -1)).transpose(0, 1)
-    found: list[Any] = []
+        found = [torch.var_mean(view, (0, 2, 3), correction=0) for view in views]
+        return torch.stack([*(mean for _, mean in found), *(variance for variance, _ in found)])
+    means: list[Tensor] = []
+    deviations: list[Tensor] = []
     samples = 1
     for m in members:
         x = m.flat(m.local)
-        samples, area = len(x), math.prod(x.shape[2:])
+        samples, area = x.shape[0], math.prod(x.shape[2:])
         # contiguous: of channels_last it takes the difference of large numbers, and a variance of
         # 1 around a mean of 100 is wrong by a tenth
         own = (samples, x.shape[1], area, joint.first.number, 0.0)
-        found.append(torch.native_group_norm(x.contiguous(), None, None, *own)[1:])
-    means, deviations = zip(*found, strict=True)
-    both = torch.unflatten(torch.stack([*means, *deviations]), 0, (2, -1))  # (2, n, B, K)
-    both[1].pow_(-2)
+        _, mean, deviation = torch.native_group_norm(x.contiguous(), None, None, *own)
+        means.append(mean)
+        deviations.append(deviation)
+    both = torch.cat([*means, *deviations])
+    half = both.shape[0] // 2
+    both.narrow(0, half, half).pow_(-2)
     if samples == 1:
-        return both[:, :, 0].transpose(0, 1)
-    return torch.stack([mixed(parts) for parts in both.permute(1, 2, 0, 3)])
+        return both
+    each = both.view(2, len(members), samples, -1).permute(1, 2, 0, 3)
+    return Joint.moments_of([mixed(parts) for parts in each])
 
 
 def _each_channel(channels: int, groups: Groups, values: Tensor) -> Tensor:
@@ -227,9 +226,7 @@ def _each_channel(channels: int, groups: Groups, values: Tensor) -> Tensor:
     torch's kernels on the CPU do not look at the stride, which is 0 where one value is expanded.
     """
     per_group = channels // max(groups.number, 1)
-    if per_group == 1:
-        return values
-    return values.unsqueeze(2).expand(-1, -1, per_group).flatten(1).contiguous()
+    return values if per_group == 1 else values.repeat_interleave(per_group, 1)
 
 
 def _scaled(
@@ -240,7 +237,7 @@ def _scaled(
         return torch.empty_like(x)
     # not F.batch_norm, which refuses an eps of 0 before torch 2.12, nor cuDNN, which takes no small
     mean, variance = moments
-    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
+    return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 
 def _fused_gradients(
@@ -262,17 +259,17 @@ def _fused_gradients(
     each: list[Tensor] = []
     for numbers in alike.values():
         own = [_own_sums(grads[n], members[n], moments[0], inverse) for n in numbers]
-        both = torch.stack([part for parts in zip(*own, strict=True) for part in parts])
-        both = torch.unflatten(both, 0, (2, -1)).sum(1) if len(numbers) > 1 else both
-        found[numbers[0]] = None, both[1], both[0]
+        sums = torch.stack([part for parts in zip(*own, strict=True) for part in parts])
+        sums = torch.unflatten(sums, 0, (2, -1)).sum(1) if len(own) > 1 else sums
+        of_bias, of_weight = sums if len(own) > 1 else own[0]
+        found[numbers[0]] = None, of_weight, of_bias
         first = members[numbers[0]]
-        sums = both.clone() if first.weight is None else both * first.weight
-        sums = first.groups.of_channels(sums)
+        sums = first.groups.of_channels(sums if first.weight is None else sums * first.weight)
         each.append(sums if sums.shape[2] == 1 else sums.sum(2, keepdim=True))
     sums, nothing = joint.added(each), _nothing(inverse.dtype, inverse.device)
     factor = joint.first.of_channels(inverse)
     scaled = torch.addcmul(nothing, sums, factor, value=-1 / joint.first.count)
-    shifts, slopes = scaled.flatten(1)
+    shifts, slopes = scaled.flatten(1).unbind()
     for numbers in alike.values():
         weight = members[numbers[0]].weight
         factors = inverse if weight is None else inverse * weight
@@ -306,7 +303,7 @@ def _gradients(
 ) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     """The same as functions of `grads`, values and weights that can be differentiated again."""
     views = [m.groups.view(m.flat(m.local)) for m in members]
-    mean, variance = joint.combined(torch.stack([own_moments(view) for view in views]))
+    mean, variance = joint.combined(Joint.moments_of([own_moments(view) for view in views]))
     inverse = torch.rsqrt(variance + joint.first.eps)
     given: list[tuple[Tensor, Tensor, Tensor]] = []
     for grad, view, m in zip(grads, views, members, strict=True):

@@ -19,7 +19,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import implements
-from lightning_shard.ops.window.conv_together import conv_together, group_of
+from lightning_shard.ops.window.conv_together import conv_together, fits_together
 from lightning_shard.ops.window.overlap import may_overlap, numbers_of, overlapped
 from lightning_shard.ops.window.strips import Window, plan_of
 
@@ -58,13 +58,15 @@ def conv(
     split = _reading(x.layout, windows)
     if not split:
         return _waiting(func, x, (weight, bias), windows, groups)
-    here = group_of(x, weight, windows, split)
-    if here is not None:
-        layout, parameters = _layout_of(x.layout, weight.shape[0], windows), (weight, bias)
-        made = conv_together(here, func, x, parameters, windows, split[0], groups, layout)
-        return after(made, lambda local: x.like(local, layout))
-    found = _while_rows_travel(func, x, (weight, bias), windows, groups)
-    return found or _waiting(func, x, (weight, bias), windows, groups)
+    here = joining(x.domain.group(x.layout.axes(split[0].dim)))
+    if here is None:
+        found = _while_rows_travel(func, x, (weight, bias), windows, split, groups)
+        return found or _waiting(func, x, (weight, bias), windows, groups)
+    if not fits_together(x, weight, windows, split):
+        return _waiting(func, x, (weight, bias), windows, groups)
+    layout, parameters = _layout_of(x.layout, weight.shape[0], windows), (weight, bias)
+    made = conv_together(here, func, x, parameters, windows, split[0], groups, layout)
+    return after(made, lambda local: x.like(local, layout))
 
 
 @lru_cache(maxsize=4096)
@@ -73,30 +75,32 @@ def _reading(layout: Layout, windows: tuple[Window, ...]) -> tuple[Window, ...]:
     return tuple([w for w in windows if layout.parts(w.dim) > 1 and w.reads_others])
 
 
+@lru_cache(maxsize=4096)
+def _is_even(windows: tuple[Window, ...]) -> bool:
+    """Return True if both sides of each dim are padded alike."""
+    return all(w.before == w.after for w in windows)
+
+
 def _while_rows_travel(
     func: Callable[..., Tensor],
     x: Subdomain,
     parameters: tuple[Tensor, Tensor | None],
     windows: tuple[Window, ...],
+    split: tuple[Window, ...],
     groups: int,
 ) -> Subdomain | None:
     """Convolve this rank's own rows first; None where the rows are to come first."""
-    split = _reading(x.layout, windows)
-    if any(w.before != w.after for w in windows):
-        return None
-    if joining(x.domain.group(x.layout.axes(*(w.dim for w in split)))) is not None:
-        return None  # nothing travels
     local = x.local
     weight, bias = parameters
-    if not may_overlap(local, weight, bias, groups):
+    if not (_is_even(windows) and may_overlap(local, weight, bias, groups)):
         return None
     plan = plan_of(x.layout, split, thinness())
     if plan is None:
         return None
-    place = x.like(local.new_empty(0))  # without the rows, which autograd keeps
+    given = x.layout, x.domain, None, x.strides  # not `x`, whose rows autograd keeps
 
     def plain(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _waiting(func, place.like(local), (weight, bias), windows, groups).local
+        return _waiting(func, Subdomain(local, *given), (weight, bias), windows, groups).local
 
     numbers, group = numbers_of(windows, split, groups), x.domain.group(plan.halo.axes)
     result = overlapped(plan, (local, weight, bias), numbers, plain, group)

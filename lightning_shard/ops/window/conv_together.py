@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from lightning_shard.domain.fetch import route_of
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.local_group import Later, LocalGroup, joining
+from lightning_shard.domain.local_group import Later, LocalGroup
 from lightning_shard.domain.memory_format import format_of, joined
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.together import Read, Route, Sources, reads_of
@@ -70,10 +70,10 @@ class _Member(NamedTuple):
     shape: tuple[int, ...]
 
 
-def group_of(
+def fits_together(
     x: Subdomain, weight: Tensor, windows: Sequence[Window], split: Sequence[Window]
-) -> LocalGroup | None:
-    """Find the tiles that convolve at once; return None where each waits for its rows.
+) -> bool:
+    """Return whether tiles convolve at once; else each waits for its rows.
 
     Args:
         x: The tile.
@@ -83,9 +83,7 @@ def group_of(
     """
     alike = all(w.before == w.after or w in split for w in windows)
     plain = x.ndim == weight.ndim and x.dtype.is_floating_point and weight.dtype == x.dtype
-    if len(split) != 1 or not alike or not plain or len(x.layout.dims[split[0].dim]) > 1:
-        return None
-    return joining(x.domain.group(x.layout.axes(split[0].dim)))
+    return len(split) == 1 and alike and plain and len(x.layout.dims[split[0].dim]) == 1
 
 
 def conv_together(
