@@ -10,10 +10,12 @@ Parameters stay, since FSDP2 frees and gathers them itself. What lies on the CPU
 """
 
 import functools
+import operator
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice, takewhile
 from typing import Any
 
@@ -44,6 +46,9 @@ SMALL_BYTES = 2**16
 AHEAD_BYTES = 2**28
 
 
+_PLACE = operator.attrgetter("place")
+
+
 def is_moved(tensor: Tensor) -> bool:
     """Return True for a saved tensor that an offloaded block moves: an activation."""
     source = base_of(tensor)
@@ -65,7 +70,7 @@ class Mover:
         self._memory = memory  # by default chosen as the first tensor is saved
         self._pages: dict[torch.device, Pages] = {}
         self._near = OrderedDict[Page, None]()  # backward needs the first one last
-        self._away = OrderedDict[Page, None]()
+        self._away = list[Page]()  # by their places
         self._places = 0  # saved tensors so far
         self._last = 0  # the place that backward asked for last
         self._numbers = dict[Page, int]()  # one for each page since this step began
@@ -73,6 +78,8 @@ class Mover:
         self._budget: int | None = None  # the one that this step has
         self._early = dict[Page, None]()  # those that will leave if this step is as the last was
         self._lock = threading.RLock()  # backward may run in threads of its own
+        self._is_at_work = False
+        self._ended = deque[tuple[Page, Tensor]]()  # those of saved tensors that nobody needs
         self._makers = Makers(driver.holds, lambda: SMALL_BYTES)
         self._recipes = Recipes(self._makers, self.release)
         self._cheap = dict[Page, None]()  # near, and made again if they leave
@@ -95,7 +102,7 @@ class Mover:
         """
         if not (self.driver.holds(tensor) and is_moved(tensor)):
             return Kept(tensor)
-        with self._lock:
+        with self._at_work():
             pages = self._pages_on(tensor.device)
             page = pages.known.get(key_of_storage(tensor.untyped_storage()))
             if not (self._near or self._away):
@@ -121,7 +128,7 @@ class Mover:
         if not isinstance(packed, Saved):
             packed.check()
             return packed.tensor()
-        with self._lock:
+        with self._at_work():
             packed.check()
             page, pages = packed.page, self._pages_on(packed.alias.device)
             is_next = packed.place < self._last  # node of the graph; those of one node come upwards
@@ -135,13 +142,38 @@ class Mover:
                 self._fetch_ahead(pages, budget)
         return tensor
 
-    def release(self, page: Page) -> None:
-        """Forget a storage once no graph needs it."""
+    def release(self, page: Page, alias: Tensor) -> None:
+        """Forget a storage once no graph needs it.
+
+        Python's garbage collector may call this anywhere, also while a table is read here; then it
+        is forgotten at the end. The alias stays until then, since a page counts who holds it.
+        """
         with self._lock:
+            self._ended.append((page, alias))
+            if not self._is_at_work:
+                self._forget_ended()
+
+    @contextmanager
+    def _at_work(self) -> Generator[None]:
+        """Keep other threads out while open, and forget nothing before the end."""
+        with self._lock:
+            before, self._is_at_work = self._is_at_work, True
+            try:
+                yield
+            finally:
+                self._is_at_work = before
+                if not before:
+                    self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        while self._ended:
+            page, _ = self._ended.popleft()
             page.held -= 1
             if not page.held:
-                for kept in (self._near, self._away, self._early, self._cheap):
+                for kept in (self._near, self._early, self._cheap):
                     kept.pop(page, None)
+                if page.is_away:
+                    self._no_longer_away(page)
                 self._recipes.forget(page)
                 for pages in self._pages.values():
                     if pages.known.get(page.key) is page:
@@ -199,7 +231,7 @@ class Mover:
         for page in freed:
             self._cheap.pop(page, None)
             del self._near[page]
-            self._away[page] = None
+            insort(self._away, page, key=_PLACE)
 
     def _first_to_leave(self) -> Iterator[Page]:
         """Give what is near: first what is made again, then what has to be copied."""
@@ -246,18 +278,19 @@ class Mover:
 
     def _is_near(self, page: Page) -> None:
         """Put a page that was away into the order of need."""
-        del self._away[page]
+        self._no_longer_away(page)
         is_first = not self._near or page.place < next(iter(self._near)).place
         self._near[page] = None
         self._near.move_to_end(page, last=not is_first)
 
+    def _no_longer_away(self, page: Page) -> None:
+        del self._away[bisect_left(self._away, page.place, key=_PLACE)]
+
     def _fetch_ahead(self, pages: Pages, budget: int | None) -> None:
         """Fetch what backward needs next, as much as there is room for."""
         taken = 0
-        # a tensor that a frame held may have left after newer ones
-        for page in sorted(self._away, key=lambda page: page.place, reverse=True):
-            if page.place >= self._last:
-                continue
+        before = self._away[: bisect_left(self._away, self._last, key=_PLACE)]
+        for page in reversed(before):
             recipe = self._recipes.of(page)
             needed = self._to_fetch(page, recipe)
             taken += 0 if recipe is None else page.count  # by what is made before the next one

@@ -61,7 +61,7 @@ class Recipes:
         release: `Saved` calls it at its end.
     """
 
-    def __init__(self, makers: Makers, release: Callable[[Page], None]) -> None:
+    def __init__(self, makers: Makers, release: Callable[[Page, Tensor], None]) -> None:
         """Know none."""
         self._makers, self._release = makers, release
         self._found = dict[Page, Recipe | None]()

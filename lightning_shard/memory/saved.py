@@ -55,7 +55,7 @@ class Saved(Kept):
     __slots__ = ("__weakref__", "_release", "page", "place")
 
     def __init__(
-        self, tensor: Tensor, page: Page, release: Callable[[Page], None], place: int = 0
+        self, tensor: Tensor, page: Page, release: Callable[[Page, Tensor], None], place: int = 0
     ) -> None:
         """Hold the memory until nobody needs this."""
         super().__init__(tensor.detach())
@@ -64,7 +64,7 @@ class Saved(Kept):
 
     def __del__(self) -> None:
         """Leave the storage to those who still hold it."""
-        self._release(self.page)
+        self._release(self.page, self.alias)
 
     @override
     def tensor(self) -> Tensor:

@@ -108,6 +108,41 @@ def test_what_stays_is_as_without_blocks(count):
         gc.enable()
 
 
+@pytest.mark.parametrize("budget", [None, 2 * 4 * KIB])
+def test_python_collects_a_graph_while_room_is_made(budget):
+    """It may do so anywhere: tables that are read then must not change."""
+    x = torch.rand(32, 32, requires_grad=True)
+    is_only_ours, collected = offload.Mover._is_only_ours, []
+
+    def collect(self, page):
+        collected.append(gc.collect())
+        return is_only_ours(self, page)
+
+    def program():
+        for _ in range(3):
+            with offload.OnHost(budget):
+                cycle: list[object] = [x.exp().sigmoid().exp().tanh()]
+            cycle.append(cycle)
+            del cycle
+        with mock.patch.object(offload.Mover, "_is_only_ours", collect), offload.OnHost(budget):
+            y = x.exp().sigmoid().exp().tanh()
+        (found,) = torch.autograd.grad(y.sum(), x)
+        del y
+        held = [*offload.MOVER._near, *offload.MOVER._away]
+        return found, held
+
+    gc.disable()
+    try:
+        machine, (found, held) = on_machine(program, ahead=2 * 4 * KIB, small=KIB)
+    finally:
+        gc.enable()
+    assert any(collected)
+    assert machine.races == []
+    assert held == []
+    expected = torch.autograd.grad(x.exp().sigmoid().exp().tanh().sum(), x)
+    assert torch.equal(found, expected[0])
+
+
 def test_small_tensors_stay():
     def program():
         with offload.OnHost(0):
