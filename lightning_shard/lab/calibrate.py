@@ -209,6 +209,7 @@ def _middle(found: Sequence[Device]) -> Device:
         bandwidth=median(each.bandwidth for each in found),
         per_call=median(each.per_call for each in found),
         per_operator=median(each.per_operator for each in found),
+        per_step=median(each.per_step for each in found),
         workspaces=rates(lambda each: each.workspaces),
         workspace=max(each.workspace for each in found),
         kernels={name: rates(lambda each, name=name: each.kernels[name]) for name in first.kernels},
@@ -238,7 +239,8 @@ def table_of_rates(found: Cluster) -> str:
     ]
     lines += ["", *aligned(by_size, numbers=True)]
     lines += ["", f"A kernel takes {found.device.per_call * 1e6:.3g} µs at least."]
-    lines += [f"The host takes {found.device.per_operator * 1e6:.3g} µs for each operator."]
+    of_host = [f"{n * 1e6:.3g} µs" for n in (found.device.per_operator, found.device.per_step)]
+    lines += [f"The host takes {of_host[0]} for each operator, and {of_host[1]} for each step."]
     if found.collectives:
         lines += ["", *_collectives(found)]
     return "\n".join(lines)

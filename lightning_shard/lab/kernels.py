@@ -24,6 +24,7 @@ from lightning_shard.lab.kernel_calls import (
 )
 from lightning_shard.lab.machine import Device, Rates
 from lightning_shard.lab.timeline import Ledger
+from lightning_shard.lab.trainer_loop import seconds_of_a_loop
 from lightning_shard.processes.cpu_settings import tune_process
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -63,6 +64,7 @@ def measured_device(device: torch.device, ranks: int, seconds: float) -> Device:
         bandwidths=bandwidths,
         is_beside_host=device.type != "cpu",
         per_operator=_per_operator(device, per_call, seconds),
+        per_step=seconds_of_a_loop(),
         **_host_rates(device, seconds),
         workspaces=_workspaces(device),
         workspace=workspace,

@@ -109,6 +109,7 @@ class Device:
         batch_rate: Bytes a second of a batch that comes to it, from memory that is not pinned.
         is_beside_host: True if it computes while the host does something else, as a GPU does.
         per_operator: Seconds of the host for each operator, a training step's Python included.
+        per_step: Seconds of the host for a step beside its operators: those of the Trainer's loop.
         workspaces: Bytes that a convolution takes besides, for each byte that it reads and writes,
             by type of number.
         workspace: Bytes that the library of products keeps after its first call.
@@ -126,6 +127,7 @@ class Device:
     batch_rate: float = PAGEABLE
     is_beside_host: bool = False
     per_operator: float = 0.0
+    per_step: float = 0.0
     workspaces: Rates = field(default_factory=dict[str, float])
     workspace: int = 0
 

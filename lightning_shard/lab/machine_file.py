@@ -49,7 +49,7 @@ def _check(cluster: Cluster) -> None:
     rates += [device.host_rate, device.batch_rate, *(rate for _, rate in device.bandwidths)]
     rates += [*(link.bandwidth for link in links), cluster.price or 1, device.flops["float32"]]
     points = [point for _, _, each in cluster.collectives for point in each]
-    times = [device.per_operator, device.workspace, *device.workspaces.values()]
+    times = [device.per_operator, device.per_step, device.workspace, *device.workspaces.values()]
     times += [*(link.latency for link in links), *(n for point in points for n in point)]
     counts = [cluster.nodes, cluster.per_node, *(ranks for _, ranks, _ in cluster.collectives)]
     names = [device.name, device.source, *device.flops, *device.kernels]

@@ -123,6 +123,7 @@ class Ledger:
         if self._costs is not None:
             self._costs.begin_step()
         self.synchronize()
+        self._ask(0.0 if self._device is None else self._device.per_step)
         self._all = list(self._live.values())
         for memory in self._all:
             memory.sizes = [(0, memory.sizes[-1][1])]
@@ -308,15 +309,15 @@ class Ledger:
             return 0
         if call.is_product:
             self._workspace = device.workspace
-        asked = device.per_operator * (SPLIT_HOST if self.is_split else 1.0)
-        if device.is_beside_host:
-            self._host += asked
-            self.seconds = max(self.seconds, self._host)
-        else:
-            self.seconds += asked
+        self._ask(device.per_operator * (SPLIT_HOST if self.is_split else 1.0))
         cost = costs.cost(call, self._see)
         self.seconds += cost.seconds
         return cost.workspace
+
+    def _ask(self, seconds: float) -> None:
+        """Let the host work; what it asks a device for then begins no earlier."""
+        self._host += seconds
+        self.seconds = max(self.seconds, self._host) if self.is_of_gpu else self.seconds + seconds
 
 
 def _is_tensor(x: Any) -> bool:

@@ -54,6 +54,7 @@ def test_two_ranks_are_measured(tmp_path):
     found.save(tmp_path / "machine.json")
     assert read_cluster(str(tmp_path / "machine.json")) == found
     assert "all_to_all of 2" in table_of_rates(found)
+    assert 1e-5 < found.device.per_step < 1  # of a Trainer
 
 
 @pytest.mark.usefixtures("small")
@@ -232,6 +233,7 @@ def test_a_device_beside_the_host_is_measured(monkeypatch):
     found = kernels.measured_device(torch.device("xpu", 0), 1, 1e-6)
     assert found.is_beside_host
     assert found.per_operator > 0
+    assert 1e-5 < found.per_step < 1  # of a Trainer
     assert found.workspaces.keys() == {"float32", "bfloat16"}
     assert found.workspace >= 0
     assert found.flops.keys() == {"float32", "bfloat16", "tf32"}

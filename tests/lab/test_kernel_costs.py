@@ -147,15 +147,18 @@ def test_a_device_waits_for_its_host_and_a_cpu_computes_in_the_hosts_time():
     x = torch.ones(250)  # an addition moves 3,000 bytes: 3 µs
     kernel, host = 3e-6, 10e-6
 
-    def after_two(device, is_split=False):
-        ledger = Ledger(replace(device, per_operator=host))
+    def after_two(device, is_split=False, loop=0.0):
+        ledger = Ledger(replace(device, per_operator=host, per_step=loop))
         ledger.is_split = is_split
+        ledger.next_step()
         for _ in range(2):
             ledger.note(aten.add.Tensor, (x, x), {}, [x, x], x + x)
         return ledger.seconds
 
     assert after_two(GPU) == pytest.approx(2 * host + kernel)
     assert after_two(CPU) == pytest.approx(2 * (host + kernel))
+    assert after_two(GPU, loop=5e-6) == pytest.approx(5e-6 + 2 * host + kernel)
+    assert after_two(CPU, loop=5e-6) == pytest.approx(5e-6 + 2 * (host + kernel))
     assert after_two(GPU, is_split=True) == pytest.approx(2 * SPLIT_HOST * host + kernel)
 
 

@@ -71,6 +71,13 @@ def data(*shape):
     return DataLoader([torch.zeros(()).expand(shape)], batch_size=None)
 
 
+def test_the_loop_of_a_trainer_takes_its_time_in_each_step():
+    machine = cluster(1)
+    slower = replace(machine, device=replace(machine.device, per_step=3.0))
+    bare, found = (predict(Net(), data(1, 2, 8, 8), 1, each) for each in (machine, slower))
+    assert found.seconds == pytest.approx(bare.seconds + 3)
+
+
 class Kept(Callback):
     """Adds up the memory that autograd keeps in forward, without parameters and the batch."""
 
