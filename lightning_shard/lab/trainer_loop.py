@@ -6,12 +6,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard.lab.run import quiet
+from lightning_shard.lightning import LightningEnvironment, LightningModule, Trainer
 
 STEPS = 50
 # no logger, file or text of its own, whatever a launcher has set
