@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.processes.agreement import DisagreementError
+from lightning_shard.processes.failures.failure import RankFailedError
 from lightning_shard.processes.failures.failure_watch import check_ranks, is_of_processes
 from lightning_shard.processes.failures.lone_waits import stuck_at
 from lightning_shard.processes.failures.store_thread import StoreThread
@@ -196,7 +197,12 @@ class SameBlocks:
         asked, stuck = False, 0
         while not has_come(self._store, [f"{key}/all"], LOOK_S):
             self._store.set(f"{self._prefix}/asked", "")  # each time: others take it away
-            check_ranks([rank for rank in self.ranks if rank != self._rank])
+            try:
+                check_ranks([rank for rank in self.ranks if rank != self._rank])
+            except RankFailedError:  # a rank whose run has ended has said so
+                if not self._difference(event, self.ranks):
+                    raise
+                asked = True
             other = self._difference(event, self.ranks) if asked else ""
             asked, stuck = True, stuck + 1 if (waits := self._waits(event)) else 0
             other = other or (waits if stuck > STUCK_LOOKS else "")

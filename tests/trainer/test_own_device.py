@@ -53,7 +53,8 @@ trainer = Trainer(
     enable_progress_bar=False, strategy=HybridShardStrategy(domain_parallel_size=2),
 )
 trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1, 4, 4), batch_size=1))
-print("TRAINED", trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+ranks = torch.distributed.get_world_size()  # trainer.world_size counts replicas
+print("TRAINED", trainer.strategy.global_rank, ranks, trainer.strategy.root_device)
 """
 
 
