@@ -41,11 +41,24 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     try:
         _run(list(sys.argv[1:] if args is None else args))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _end_if_nobody_reads()
+        raise
     except KeyboardInterrupt:
         if f"{ENV_PREFIX}_TRACEBACK" in os.environ:
             raise
         print("\nInterrupted.", file=sys.stderr)
         sys.exit(130)  # as shells name a process that Ctrl-C has ended
+
+
+def _end_if_nobody_reads() -> None:
+    """End quietly where a program such as `head` has read enough of what is printed."""
+    try:
+        print(flush=True)  # Python has forgotten the text that nobody read
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        sys.exit(141)  # as shells name a process that has ended so
 
 
 def _run(words: list[str]) -> None:

@@ -376,3 +376,14 @@ def test_module_runs_as_a_command(words, said):
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["ops"]])
+def test_a_reader_that_has_enough_ends_a_command_quietly(words):
+    """As `... | head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "lightning_shard", *words]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
