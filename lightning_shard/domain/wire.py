@@ -90,11 +90,8 @@ def all_gather(part: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
         copies = packed([part.expand(shape)], part)
         return here.exchange(copies, [size] * ranks, [size] * ranks).view(shape)
     _begin(group)
-    part = packed([part], part)
-    arriving = joined = part.new_empty(ranks * size)
-    if part.dtype not in _CARRIED:
-        arriving, part = _as_bytes(joined), _as_bytes(part)
-    dist.all_gather_into_tensor(arriving, part, group=group)
+    joined = part.new_empty(ranks * size)
+    dist.all_gather_into_tensor(_carried(joined), _carried(packed([part], part)), group=group)
     return joined.view(shape)
 
 
@@ -119,18 +116,22 @@ def _all_to_all(
 def _sent(
     outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup, *, at_once: bool
 ) -> tuple[Tensor, dist.Work | None]:
-    incoming = outgoing.new_empty(sum(sizes))
-    arriving = incoming
-    if outgoing.dtype not in _CARRIED:
-        unit = outgoing.element_size()
-        sizes, given = [unit * n for n in sizes], [unit * n for n in given]
-        arriving, outgoing = _as_bytes(incoming), _as_bytes(outgoing)
+    incoming, leaving = outgoing.new_empty(sum(sizes)), _carried(outgoing)
+    unit = outgoing.element_size() // leaving.element_size()
     work = dist.all_to_all_single(
-        arriving, outgoing, sizes, given, group=group, async_op=not at_once
+        _carried(incoming),
+        leaving,
+        [unit * n for n in sizes],
+        [unit * n for n in given],
+        group=group,
+        async_op=not at_once,
     )
     return incoming, work
 
 
-def _as_bytes(flat: Tensor) -> Tensor:
+def _carried(flat: Tensor) -> Tensor:
+    """Return the same memory in a dtype that every backend knows."""
+    if flat.dtype in _CARRIED:
+        return flat
     real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return real.view(torch.uint8)

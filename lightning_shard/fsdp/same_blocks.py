@@ -197,13 +197,13 @@ class SameBlocks:
         asked, stuck = False, 0
         while not has_come(self._store, [f"{key}/all"], LOOK_S):
             self._store.set(f"{self._prefix}/asked", "")  # each time: others take it away
+            other = self._difference(event, self.ranks) if asked else ""
             try:
                 check_ranks([rank for rank in self.ranks if rank != self._rank])
             except RankFailedError:  # a rank whose run has ended has said so
-                if not self._difference(event, self.ranks):
+                other = other or self._difference(event, self.ranks)
+                if not other:
                     raise
-                asked = True
-            other = self._difference(event, self.ranks) if asked else ""
             asked, stuck = True, stuck + 1 if (waits := self._waits(event)) else 0
             other = other or (waits if stuck > STUCK_LOOKS else "")
             if other and not self._store.check([f"{key}/all"]):

@@ -55,7 +55,7 @@ Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim
 T = TypeVar("T")
 
 # arguments of a Trainer that prints nothing, leaves no files, and takes batches in the given order
-_QUIET: dict[str, Any] = {
+QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -170,7 +170,7 @@ def trainer_of(task: Task, *callbacks: Callback) -> Trainer:
         limit_val_batches=0 if task.stage == "fit" else 1,
         limit_test_batches=1,
         limit_predict_batches=1,
-        **_QUIET,
+        **QUIET,
     )
 
 
@@ -289,7 +289,7 @@ def trainer_options(function: Callable[..., Any], given: Mapping[str, Any]) -> d
             function chooses that argument of the Trainer itself.
     """
     ours = set(inspect.signature(function).parameters) - {"trainer"}
-    chosen = {*_QUIET, "strategy", "callbacks", "devices", "num_nodes", "max_steps"}
+    chosen = {*QUIET, "strategy", "callbacks", "devices", "num_nodes", "max_steps"}
     known = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
     for name in given:
         if name in ("domain_parallel_size", "data_parallel_size", "processes"):

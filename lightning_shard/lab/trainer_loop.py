@@ -9,15 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard.lab.run import quiet
+from lightning_shard.lab.run import QUIET, quiet
 from lightning_shard.lightning import LightningEnvironment, LightningModule, Trainer
 
 STEPS = 50
-# no logger, file or text of its own, whatever a launcher has set
-_BARE: dict[str, Any] = {
-    "accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False,
-    "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-}  # fmt: skip
 
 
 class _Small(LightningModule):
@@ -50,7 +45,8 @@ def seconds_of_a_loop() -> float:
     samples: Any = [torch.ones(1)] * STEPS
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
-        trainer = Trainer(max_steps=STEPS, plugins=LightningEnvironment(), **_BARE)
+        alone = LightningEnvironment()  # whatever a launcher has set
+        trainer = Trainer(accelerator="cpu", devices=1, max_steps=STEPS, plugins=alone, **QUIET)
         trainer.fit(module, DataLoader(samples, batch_size=None))
     optimizer, bare = module.configure_optimizers(), list[float]()
     for number, sample in enumerate(samples):

@@ -25,6 +25,15 @@ CASES = {
     ),
 }  # fmt: skip
 
+
+def seen_in_a_step(mode, net, field):
+    """What a mode has seen in the second step; the first makes constants."""
+    for _ in range(2):
+        with mode() as seeing:
+            net(field).square().mean().backward()
+    return seeing.seen
+
+
 ONE_RANK = 1.6  # times the kernels of a plain step, at most
 
 
@@ -33,13 +42,8 @@ def test_a_step_of_a_unet_on_one_rank_starts_few_kernels_more():
     """What is split over one rank is whole: no norm and no halo of its own."""
     torch.manual_seed(0)
     net, whole = UNet(8), torch.randn(1, 3, 32, 32)
-    counts = []
-    for field in (whole, lightning_shard.shard(whole, mesh_of(1), 2)):
-        for _ in range(2):  # the first makes constants
-            with Launches() as launches:
-                net(field).square().mean().backward()
-        counts.append(launches.seen)
-    plain, split = map(families, counts)
+    fields = whole, lightning_shard.shard(whole, mesh_of(1), 2)
+    plain, split = (families(seen_in_a_step(Launches, net, field)) for field in fields)
     assert split.total() <= ONE_RANK * plain.total(), (plain, split)
     grown = {family for family in FAMILIES if split[family] > plain[family]}
     assert not grown, (plain, split)
@@ -98,14 +102,10 @@ def test_a_step_of_two_ranks_calls_few_operators(name):
     torch.manual_seed(0)
     make, most = OPERATORS[name]
     net, whole = make(), torch.randn(1, 3, 64, 64)
-    counts = []
-    for field in (whole, lightning_shard.shard(whole, mesh_of(2), 2)):
-        for _ in range(2):  # the first makes constants
-            with _Calls() as calls, overlapping("always"):
-                net(field).square().mean().backward()
-        counts.append(calls.seen)
-    plain, split = counts
-    assert split <= most * plain, counts
+    fields = whole, lightning_shard.shard(whole, mesh_of(2), 2)
+    with overlapping("always"):
+        plain, split = (seen_in_a_step(_Calls, net, field) for field in fields)
+    assert split <= most * plain, (plain, split)
 
 
 @pytest.mark.spmd(2)
