@@ -30,7 +30,7 @@ from lightning_shard.lab.kernels import name_of, seconds_of, small_step, wait_fo
 from lightning_shard.lab.machine import RUN_HERE, Cluster
 from lightning_shard.lab.step_memory import Part, StepMemory, part_of
 from lightning_shard.lab.timeline import Ledger
-from lightning_shard.processes.cpu_settings import tune_process
+from lightning_shard.processes.cpu_settings import quiet_profiler, tune_process
 from lightning_shard.processes.device import own_device, present
 from lightning_shard.processes.torch_private.internals import tree_leaves, tree_map_only
 
@@ -361,6 +361,7 @@ def _bytes_of(made: Any) -> int:
 
 def _watched_on_cpu(call: Callable[[], Any]) -> tuple[Any, int]:
     """Return the result of a call, and the most bytes that torch's allocator gave during it."""
+    quiet_profiler()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         made = call()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,7 @@
-"""Settings of this process that make ranks on CPUs faster: Linux's scheduler, and glibc's memory.
+"""Settings of this process: Linux's scheduler, glibc's memory, and the log of torch's profiler.
 
-They hold for the whole process, so a variable of the environment leaves it as it is.
+The first two make ranks on CPUs faster. All hold for the whole process, so a variable of the
+environment leaves it as it is.
 """
 
 import ctypes
@@ -45,6 +46,14 @@ def let_threads_run_on() -> None:
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def quiet_profiler() -> None:
+    """Let the profiler of torch report errors by exceptions only, and not in a log of its own.
+
+    torch 2.15 writes two lines to stderr for each profile, and one of an error where no GPU is.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all of its levels
 
 
 def share_cores(processes: int) -> None:

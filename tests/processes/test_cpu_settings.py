@@ -102,3 +102,27 @@ def test_cores_are_shared_where_the_system_knows_no_affinity(monkeypatch, proces
     cpu_settings.share_cores(1)  # the variable is set now, and counts
     assert asked == [threads]
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
+
+
+PROFILES = {
+    "a measured kernel": """
+from lightning_shard.lab import own_kernels
+own_kernels._watched_on_cpu(lambda: torch.ones(3) + 1)
+""",
+    "StepProfile": """
+from lightning.pytorch import LightningModule
+from lightning_shard import StepProfile
+own = StepProfile(wait=0)
+own._begin_if_due(LightningModule())
+own._drop()
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_writes_nothing_to_stderr(name):
+    variables = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
+    command = [sys.executable, "-W", "ignore", "-c", f"import torch\n{PROFILES[name]}"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -19,6 +19,7 @@ from lightning_shard.lightning import (
     get_filesystem,
     rank_zero_warn,
 )
+from lightning_shard.processes.cpu_settings import quiet_profiler
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.trainer.profile.labels import labels
 from lightning_shard.trainer.profile.traffic import Traffic
@@ -132,6 +133,7 @@ class StepProfile(Callback):
         if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
             wanted.add(device.type.upper())
         activities = [a for a in supported_activities() if a.name in wanted]
+        quiet_profiler()
         steps = schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
         self._profiler = profile(activities=activities, schedule=steps)
         self._profiler.start()
