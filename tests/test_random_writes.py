@@ -57,6 +57,7 @@ def test_writes_on_two_ranks(begin: int, with_graph: bool):
 
 
 @kinds
+@pytest.mark.slow_rows("0-gradients")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("begin", BEGINS)
 def test_writes_on_a_grid_of_ranks(begin: int, with_graph: bool):

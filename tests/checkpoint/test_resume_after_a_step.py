@@ -134,7 +134,7 @@ def assert_goes_on(domain, step, every, **options):
     "case",
     choose(
         [*product([(2,), (1,)], [2, 3, 5, 7], [2, 1.0, 0])],
-        fast=[((2,), 2, 2), ((1,), 5, 1.0), ((2,), 3, 0)],
+        fast=[((2,), 2, 2), ((1,), 5, 1.0)],
     ),
     ids=str,
 )

@@ -38,6 +38,7 @@ def test_plan(capfd):
         assert f"  {name} " in out
 
 
+@pytest.mark.slow
 def test_plan_goes_by_the_options_of_sharding(capfd):
     """Only shards are gathered."""
     own = ["--trainer.strategy.sharding.mode", "full"]

@@ -378,7 +378,8 @@ def test_module_runs_as_a_command(words, said):
     assert said in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["ops"]])
+@pytest.mark.quick_rows("--help")
+@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["ops"]], ids=" ".join)
 def test_a_reader_that_has_enough_ends_a_command_quietly(words):
     """As `... | head` does."""
     reader, writer = os.pipe()

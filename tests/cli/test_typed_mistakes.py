@@ -251,16 +251,14 @@ ON_THE_COMMAND_LINE = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_rows(
-    "accelerator: gpuu",
-    "devices: two",
-    "domain_parallel_size: 0",
-    "seed_everything: -1 #",
-    "optimizer: Adam",
-)
+def every_second(rows):
+    """The rows of a table, of which every second is slow."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] * (i % 2)) for i, row in enumerate(rows)]
+
+
 @pytest.mark.parametrize(
     ("right", "typed", "option", "word"),
-    IN_THE_FILE,
+    every_second(IN_THE_FILE),
     ids=[typed.replace("\n", " ").replace("\t", "tab ") for _, typed, _, _ in IN_THE_FILE],
 )
 def test_in_the_file(capsys, right, typed, option, word):
@@ -274,13 +272,7 @@ def test_in_the_file(capsys, right, typed, option, word):
     assert word in sentence
 
 
-@pytest.mark.slow_rows(
-    "--ckpt_path runn.yaml-ckpt_path-run.yaml",
-    "--trainer.default_root_dir /proc/nowhere-trainer.default_root_dir-cannot be made",
-    "--trainer.strategy HybridShardStrategy-unknown strategy-"
-    "to name a class write trainer.strategy.class_path",
-)
-@pytest.mark.parametrize(("words", "option", "word"), ON_THE_COMMAND_LINE)
+@pytest.mark.parametrize(("words", "option", "word"), every_second(ON_THE_COMMAND_LINE))
 def test_on_the_command_line(capsys, words, option, word):
     Path("run.yaml").write_text(CONFIG)
     sentence, _ = error_of(capsys, "fit", "--config", "run.yaml", *words.split())

@@ -54,8 +54,7 @@ ROWS = {
 rows = pytest.mark.parametrize("row", ROWS)
 # the other rows choose blocks in other ways, and keep the same kinds of parameters
 WITH_A_DOMAIN = [
-    "full", "gradients", "none", "hybrid", "ignored", "checkpointing of blocks",
-    "activations within a budget", "offload",
+    "full", "gradients", "hybrid", "checkpointing of blocks", "activations within a budget",
 ]  # fmt: skip
 
 

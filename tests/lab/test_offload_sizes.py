@@ -36,6 +36,7 @@ def test_smaller_sizes_take_less_memory_and_longer():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_slow_link_makes_each_size_longer():
     found = offload_sizes(Net(), fields(), cluster=cluster(1e7))
     assert found.times([*found.sizes][-1]) > 2

@@ -118,6 +118,7 @@ def unet():
     return UNet(8), DataLoader([torch.randn(2, 3, 32, 32)] * 3, batch_size=None)
 
 
+@pytest.mark.quick_rows("32-true")
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_the_workspaces_of_convolutions_are_seen(precision):
     def train(clock):
@@ -151,6 +152,7 @@ def test_a_rank_of_a_domain_runs_the_kernels_of_its_share():
     assert found.exchange > 0
 
 
+@pytest.mark.slow
 def test_the_best_mesh_by_kernels_that_ran():
     network, (_, data) = nn.Conv2d(3, 3, 3, padding=1), unet()
     found = lightning_shard.best(Task(network), data, replace(HERE, per_node=2), measure=True)

@@ -108,6 +108,7 @@ def test_what_stays_is_as_without_blocks(count):
         gc.enable()
 
 
+@pytest.mark.slow_rows("None")
 @pytest.mark.parametrize("budget", [None, 2 * 4 * KIB])
 def test_python_collects_a_graph_while_room_is_made(budget):
     """It may do so anywhere: tables that are read then must not change."""

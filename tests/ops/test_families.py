@@ -42,8 +42,8 @@ def over_two_dims(family, cases):
 
 @families
 def test_two_by_two(family, run_each):
-    """Each function once; the other cases are slow."""
-    run_each(4, check, over_two_dims(family, first_uses(family)))
+    """Every second function once; the other cases are slow."""
+    run_each(4, check, over_two_dims(family, [*first_uses(family)][::2]))
 
 
 @pytest.mark.slow

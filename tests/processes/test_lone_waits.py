@@ -33,7 +33,7 @@ def draw_alone(sharding, extent):
 
 
 # the rows of a large field travel while others are computed
-@pytest.mark.parametrize("extent", [8, 512])
+@pytest.mark.parametrize("extent", [8, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_rank_that_draws_alone_in_a_loop_of_the_user(sharding, extent, capfd):
     with pytest.raises(ProcessExitedException):
@@ -109,7 +109,8 @@ def detach_a_loss_in_a_loop_of_the_user(sharding):
         loss.backward()
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_loss_that_is_detached_in_a_loop_of_the_user(sharding, capfd):
     words = words_of_the_end(detach_a_loss_in_a_loop_of_the_user, capfd, sharding)
     line = detach_a_loss_in_a_loop_of_the_user.__code__.co_firstlineno + 4
@@ -131,6 +132,7 @@ def fit_with_a_loss_detached():
     training.trainer((2,), strategy={"sharding": "full"}).fit(Detaches(), loader(2, 8))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_detached_on_one_rank_of_a_trainer():
     with pytest.raises(ProcessRaisedException, match=r"reaches no parameter, where rank 1 waits"):
         launch(fit_with_a_loss_detached, processes=2, timeout_s=60)
@@ -158,6 +160,7 @@ def refuse_a_thread_on_one_rank():
     x.sum()
 
 
+@pytest.mark.slow
 def test_a_rank_waits_for_one_that_has_refused_a_thread(capfd):
     words = words_of_the_end(refuse_a_thread_on_one_rank, capfd)
     assert "[rank 1] ended, because two threads use split tensors at once" in words

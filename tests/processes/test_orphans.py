@@ -43,6 +43,7 @@ def is_running(pid):
     return state != "Z"
 
 
+@pytest.mark.quick_rows("9")
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
 def test_ends_with_its_starter(way):
     with start(CHILD.format(120, 0), 5, int(way)) as starter:

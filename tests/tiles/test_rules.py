@@ -22,6 +22,7 @@ def test_three_tiles(family, subtests):
                 check(family, case, [dim], (3,), tiles_of)
 
 
+@pytest.mark.slow_rows("lookup", "select", "mask", "pointwise", "sums", "loss_of_split_targets")
 @families
 def test_two_by_two(family, subtests):
     for case in first_uses(family):
@@ -29,6 +30,7 @@ def test_two_by_two(family, subtests):
             check(family, case, FAMILIES[family].dims[-2:], (2, 2), tiles_of)
 
 
+@pytest.mark.slow_rows("lookup", "mask", "loss_of_split_targets", "pointwise", "linear", "select")
 @families
 def test_more_tiles_than_rows(family, subtests):
     for case in first_uses(family):

@@ -18,7 +18,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.quick_rows("before")
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_program_of_the_older_package_loads_no_other(order):
     run(f"""{ORDERS[order]}

@@ -84,13 +84,14 @@ def communicate_alone(hook, words):
     fit_sharded(Communicates(hook, words), (2,), max_epochs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
         ("on_train_batch_end", "barrier"),
-        slow("on_train_epoch_end", "broadcasts an object"),
-        slow("on_validation_end", "reduces a value"),
-        slow("on_fit_start", "gathers a value"),
+        ("on_train_epoch_end", "broadcasts an object"),
+        ("on_validation_end", "reduces a value"),
+        ("on_fit_start", "gathers a value"),
     ],
 )
 def test_a_lone_collective(hook, words):

@@ -83,10 +83,10 @@ ONLY_SPLIT = {
 
 
 def in_turn(mesh: str, every: bool) -> dict[str, dict[str, Any]]:
-    """A 24th of the programs for each mesh, or all of them."""
+    """A 48th of the programs for each mesh, or all of them."""
     own, names = cases(mesh), list(PROGRAMS)
-    turn = {"1x2": 0, "2x1": 8, "2x2": 16}[mesh]
-    return {n: case for n, case in own.items() if every or names.index(case["name"]) % 24 == turn}
+    turn = {"1x2": 0, "2x1": 16, "2x2": 32}[mesh]
+    return {n: case for n, case in own.items() if every or names.index(case["name"]) % 48 == turn}
 
 
 @pytest.mark.parametrize("mesh", MESHES)

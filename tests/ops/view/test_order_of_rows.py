@@ -111,6 +111,7 @@ def write_flat(y):
     return whole(y), whole(flat)
 
 
+@pytest.mark.slow_rows("lookup", "select", "mask", "sums")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, on memory and deprecated words
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("family", FAMILIES)
