@@ -36,9 +36,9 @@ _NAMES = {
         "seed_everything",
     "pytorch.accelerators": "Accelerator AcceleratorRegistry",
     "pytorch.callbacks":
-        "BaseFinetuning BasePredictionWriter Checkpoint EarlyStopping LearningRateFinder "
-        "ModelCheckpoint ModelSummary RichProgressBar StochasticWeightAveraging TQDMProgressBar "
-        "WeightAveraging",
+        "BaseFinetuning BasePredictionWriter Checkpoint EarlyStopping "
+        "GradientAccumulationScheduler LearningRateFinder ModelCheckpoint ModelSummary "
+        "RichProgressBar StochasticWeightAveraging TQDMProgressBar WeightAveraging",
     "pytorch.cli": "LightningArgumentParser LightningCLI SaveConfigCallback",
     "pytorch.core.optimizer": "LightningOptimizer",
     "pytorch.loggers.logger": "DummyLogger",

@@ -7,10 +7,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.trainer.frozen import frozen_in
 from lightning_shard.trainer.host import logged_so_far
 from lightning_shard.trainer.ordered_batches import unfinished
 from lightning_shard.trainer.peers import Peers
+from lightning_shard.trainer.resumed_callbacks import frozen_in
 from lightning_shard.trainer.sample_order import SampleOrder
 from lightning_shard.trainer.saving import Saver
 

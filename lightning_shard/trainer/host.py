@@ -243,6 +243,10 @@ def end_saved_step(
     def find_open_step() -> None:
         nonlocal is_open
         find_stage()
+        if is_known() and fit.restarted_on_epoch_end:  # with `max_steps` it is taken for open
+            super(type(fit), type(fit)).restarting.fset(fit, False)
+            fit.update_restart_stage()
+            return
         epoch: Any = fit.epoch_progress.current  # Lightning: its base class
         in_epoch = loop.batch_progress.total.ready and epoch.ready > epoch.completed
         if is_known() and (fit.restarted_on_epoch_start or not in_epoch):

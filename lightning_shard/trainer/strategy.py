@@ -50,7 +50,6 @@ from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.checkpoints import Checkpoints
 from lightning_shard.trainer.counted_devices import count_replicas
 from lightning_shard.trainer.explain import explain
-from lightning_shard.trainer.frozen import train_as_saved
 from lightning_shard.trainer.hook_values import HookValues, give_whole_to
 from lightning_shard.trainer.host import (
     end_saved_step,
@@ -71,6 +70,7 @@ from lightning_shard.trainer.precision import (
     refuse_to_drop_imaginary_parts,
 )
 from lightning_shard.trainer.random_state import share_random_state
+from lightning_shard.trainer.resumed_callbacks import train_as_saved
 from lightning_shard.trainer.sample_order import SampleOrder
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.steps import use_no_grad

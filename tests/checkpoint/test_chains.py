@@ -1,11 +1,17 @@
 """A run goes on through several resumes, in other modes and on other meshes, as without a break."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 
 from tests import pool
 from tests.checkpoint.tiny import SaveAt, fit, mean_over_ranks, tiny
@@ -73,4 +79,37 @@ def test_averages_of_weights_go_on_inside_an_epoch():
     losses, state, _ = fit((2,), next(made), SaveAt(path, 4), module=smooth())
     resumed, resumed_state, _ = fit((2,), next(made), module=smooth(), path=path)
     assert resumed == losses[4:]
+    assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
+
+
+class SaveAfter(Callback):
+    """Saves after a batch of an epoch."""
+
+    def __init__(self, path: Path, epoch: int, batch: int) -> None:
+        self.path, self.place = path, (epoch, batch)
+
+    def on_train_batch_end(self, trainer: Trainer, *given: Any) -> None:
+        if (trainer.current_epoch, given[-1]) == self.place:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.spmd(2)
+def test_accumulation_by_epoch_goes_on_inside_an_epoch():
+    """Lightning accumulates nothing until the next epoch."""
+    path = shared_path("middle.ckpt")
+    made = (GradientAccumulationScheduler({0: 2, 1: 3}) for _ in range(2))
+    losses, state, _ = fit((2,), next(made), SaveAfter(path, 0, 1), module=smooth())
+    resumed, resumed_state, _ = fit((2,), next(made), module=smooth(), path=path)
+    assert resumed == losses[2:]
+    assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
+
+
+@pytest.mark.spmd(2)
+def test_statistics_of_averaged_weights_go_on_inside_their_epoch():
+    """Lightning counts none, and ends the run in an error."""
+    path = shared_path("statistics.ckpt")
+    made = (StochasticWeightAveraging(1e-3, 1) for _ in range(2))
+    losses, state, _ = fit((2,), next(made), SaveAfter(path, 2, 2), module=tiny())
+    resumed, resumed_state, _ = fit((2,), next(made), module=tiny(), path=path)
+    assert resumed == losses[-3:]
     assert all(torch.equal(resumed_state[key], value) for key, value in state.items())

@@ -68,3 +68,19 @@ def assert_goes_on(domain, hook, count, **options):
     assert resumed_numbers == numbers
     for key, value in state.items():
         assert torch.equal(resumed_state[key], value), key
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("loader", ["shuffled", "own"])
+@pytest.mark.parametrize("steps", [-1, 12, 100])
+def test_goes_on_after_an_epoch(steps, loader):
+    """With `max_steps` Lightning takes the epoch for one that goes on, and leaves one out."""
+    path, options = shared_path("hook.ckpt"), {"max_steps": steps, "loader": loader}
+    save = SaveIn("on_train_epoch_end", 1, path)
+    noted, state, numbers = run((2,), save, 2, **options)
+    again, resumed_state, resumed_numbers = run((2,), Callback(), 2, path=path, **options)
+    assert noted[save.seen][0] == "epoch"  # of the module, after the callback
+    assert again == noted[save.seen + 1 :]
+    assert resumed_numbers == numbers
+    for key, value in state.items():
+        assert torch.equal(resumed_state[key], value), key

@@ -1,17 +1,20 @@
-"""Lets a resumed run train the parameters that the run trained which was saved, at its rates.
+"""Lets callbacks of a resumed run do what they did in the run that was saved.
 
 `BackboneFinetuning` and its kin freeze as each run begins, and thaw as an epoch begins. Lightning
 gives their groups back to the optimizer of a run that is resumed after that epoch, and leaves them
-frozen without a word. `StochasticWeightAveraging` it leaves out in an epoch that it resumes inside.
+frozen without a word. `StochasticWeightAveraging` and `GradientAccumulationScheduler` begin with an
+epoch, too, and Lightning leaves them out in one that it resumes inside.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_shard.lightning import (
     BaseFinetuning,
+    GradientAccumulationScheduler,
     LightningModule,
     StochasticWeightAveraging,
     Trainer,
@@ -39,7 +42,8 @@ def train_as_saved(trainer: Trainer, module: LightningModule, saved: Any) -> Non
         module: The module of a run that begins or is resumed.
         saved: The names that `frozen_in` returned when the checkpoint was saved; None: no such.
     """
-    _go_on_averaging(trainer, module)
+    if trainer.fit_loop.restarted_mid_epoch:
+        _begin_with_epoch(trainer, module)
     if saved is None:
         return
     now = frozen_in(module)
@@ -67,17 +71,32 @@ def train_as_saved(trainer: Trainer, module: LightningModule, saved: Any) -> Non
     )
 
 
-def _go_on_averaging(trainer: Trainer, module: LightningModule) -> None:
-    """Let averaging begin again in the epoch in which it had begun, at the rates that were."""
-    for callback in callbacks_of(trainer) if trainer.fit_loop.restarted_mid_epoch else ():
-        if not isinstance(callback, StochasticWeightAveraging):
-            continue
-        if callback.state_dict()["latest_update_epoch"] == trainer.current_epoch:
-            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-            rates = [group["lr"] for group in groups]
-            callback.on_train_epoch_start(trainer, module)
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+def _begin_with_epoch(trainer: Trainer, module: LightningModule) -> None:
+    """Let callbacks that begin with an epoch begin in the one that is resumed inside."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, GradientAccumulationScheduler):
+            callback.on_train_epoch_start(trainer)
+        elif isinstance(callback, StochasticWeightAveraging):
+            _go_on_averaging(callback, trainer, module)
+
+
+def _go_on_averaging(
+    callback: StochasticWeightAveraging, trainer: Trainer, module: LightningModule
+) -> None:
+    """Let averaging begin again at the rates that were, or the epoch of statistics after it."""
+    last, now = callback.state_dict()["latest_update_epoch"], trainer.current_epoch
+    if last == now:
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        rates = [group["lr"] for group in groups]
+        callback.on_train_epoch_start(trainer, module)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+    elif last == callback.swa_end == now - 1:
+        kept = [x.detach().clone() for x in (*module.parameters(), *module.buffers())]
+        callback.on_train_epoch_start(trainer, module)  # which counts from nothing
+        with torch.no_grad():
+            for x, value in zip((*module.parameters(), *module.buffers()), kept, strict=True):
+                x.copy_(value)
 
 
 def _norms(module: nn.Module) -> dict[str, Any]:
