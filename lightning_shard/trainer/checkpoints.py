@@ -54,6 +54,7 @@ class Checkpoints:
                 self.root_device,
                 unfinished=unfinished(self._module.trainer),
                 orders=self.samples.drawn_from(),
+                generators=self.samples.own_states(),
                 sharding=self.sharding_options.mode,
                 logged=logged_so_far(self._module.trainer),
                 frozen=frozen_in(self._module),

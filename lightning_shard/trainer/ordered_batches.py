@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_shard.lightning import Trainer, TrainerFn, rank_zero_warn
@@ -85,6 +86,7 @@ class OrderedBatches:
         trainer: Trainer,
         generator: torch.Generator | None,
         resumed: Callable[[], Numbers | None],
+        saved: Callable[[], Tensor | None],
     ) -> None:
         """Take the place of the loader's batch sampler.
 
@@ -93,11 +95,13 @@ class OrderedBatches:
             trainer: Its counters say how many batches were read before a run was resumed.
             generator: The sampler's own generator.
             resumed: Returns the numbers from which the order of a resumed epoch was drawn.
+            saved: Returns the state that the sampler's own generator had in the run that is
+                resumed.
         """
         self.common: CommonDraws | None = None
         self.inner: Any = loader.batch_sampler
         self.loader, self.trainer, self.generator = loader, trainer, generator
-        self.resumed = resumed
+        self.resumed, self.saved = resumed, saved
         self.agreed: Numbers | None = None
         self.drawn_from: Numbers | None = None
         self.has_begun, self.was_resumed, self._passes = False, False, 0
@@ -140,6 +144,14 @@ class OrderedBatches:
         own = self.generator.get_state() if self.generator is not None else None
         return random_state(CPU) | {"sampler": own}
 
+    def restore(self) -> None:
+        """Give the sampler's own generator the state with which the saved run went on."""
+        saved = self.saved()
+        if self.generator is not None and saved is not None:
+            self.generator.set_state(saved)
+            if self.agreed is not None:
+                self.agreed = self.agreed | {"sampler": saved}
+
     def _one_pass(self, agreed: Numbers | None, common: CommonDraws | None) -> Iterator[Any]:
         read, before = self._read_before(), self.numbers()
         self._passes += 1
@@ -150,6 +162,8 @@ class OrderedBatches:
         else:
             if agreed is not None and self.generator is not None:
                 self.generator.set_state(agreed["sampler"])
+            if read is not None:
+                self.restore()
             with nullcontext() if common is None else common.of_pass(self.loader, read is not None):
                 used = self.drawn_from = self.numbers()
                 first, batches = self._drawn()
@@ -228,6 +242,8 @@ class LateStart:
             self.is_over = True
             for each, cls, batches in self._loaders:
                 before = random_state(CPU) if batches.is_resumed() else None
+                if before is None:
+                    batches.restore()
                 self._begun[id(each)] = cls.__iter__(each)
                 if before is not None:  # this pass began in the run that is resumed
                     set_random_state(before, CPU)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import (
     BatchSampler,
@@ -97,7 +98,12 @@ class SampleOrder:
         add_once(trainer, _EpochsBeginAlike(self._agree), first=True)
 
     def prepare(
-        self, loader: DataLoader[Any], resumed: Callable[[int], Numbers | None], *, late: bool
+        self,
+        loader: DataLoader[Any],
+        resumed: Callable[[int], Numbers | None],
+        saved: Callable[[int], Tensor | None],
+        *,
+        late: bool,
     ) -> DataLoader[Any]:
         """Return a loader of this rank's samples.
 
@@ -105,6 +111,7 @@ class SampleOrder:
             loader: A loader of all samples.
             resumed: Returns the numbers from which a checkpoint's order was drawn, by the number
                 of the loader.
+            saved: Returns the state of a sampler's own generator in a checkpoint, likewise.
             late: True if the stage begins with a checkpoint.
         """
         generator = generator_of(loader)
@@ -117,8 +124,8 @@ class SampleOrder:
         self._begin_workers(loader)
         plain = loader.batch_sampler is not None and not hasattr(loader, "state_dict")
         if self._trainer.training and plain:
-            resumed_here = partial(resumed, len(self._loaders))
-            batches = OrderedBatches(loader, self._trainer, generator, resumed_here)
+            of_checkpoint = (partial(each, len(self._loaders)) for each in (resumed, saved))
+            batches = OrderedBatches(loader, self._trainer, generator, *of_checkpoint)
             self._loaders.append(loader)
             self._ordered.append(batches)
             begins_late = late and not self._late.is_over
@@ -132,6 +139,13 @@ class SampleOrder:
         if epoch.processed and epoch.processed == epoch.ready:
             return []  # it is over
         return [batches.order() for batches in _ordered(self._trainer)]
+
+    def own_states(self) -> list[Tensor | None]:
+        """Return the states of the generators that the samplers of the loaders were given."""
+        return [
+            batches.generator.get_state() if batches.generator is not None else None
+            for batches in _ordered(self._trainer)
+        ]
 
     def end_stage(self) -> None:
         """Give back loaders as they were."""

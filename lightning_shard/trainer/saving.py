@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -109,6 +109,7 @@ class Saver:
         *,
         unfinished: tuple[str, int] | None = None,
         orders: Sequence[dict[str, Any] | None] = (),
+        generators: Sequence[Tensor | None] = (),
         sharding: str = "full",
         logged: dict[str, Any] | None = None,
         frozen: dict[str, list[str]] | None = None,
@@ -123,6 +124,7 @@ class Saver:
                 run makes it again, so the random numbers are those with which it began.
             orders: The numbers from which the order of samples was drawn, for each loader; empty
                 ones if it begins to draw, and None if it has not begun.
+            generators: The states of generators that samplers were given, for each loader.
             sharding: The mode of `ShardingOptions` with which the run trains.
             logged: The values that this rank has logged so far.
             frozen: The names of what the run does not train.
@@ -144,6 +146,7 @@ class Saver:
             entry["random"] = gather_to_first(storable(state))
             entry["logged"], entry["frozen"] = gather_to_first(logged), frozen
             entry["orders"] = [storable(o) if o else o for o in orders]
+            entry["generators"] = [*generators]
         return checkpoint | {OWN: entry}
 
     def write(
@@ -296,8 +299,15 @@ class Saver:
 
     def order(self, loader: int) -> dict[str, Any] | None:
         """Return the numbers from which the run that saved drew the sample order of a loader."""
-        orders = self._own.get("orders", ()) if self._own is not None else ()
-        return orders[loader] if loader < len(orders) else None
+        return self._of_loader("orders", loader)
+
+    def generator(self, loader: int) -> Tensor | None:
+        """Return the state of the generator that the sampler of a loader had been given."""
+        return self._of_loader("generators", loader)
+
+    def _of_loader(self, key: str, loader: int) -> Any:
+        found = self._own.get(key, ()) if self._own is not None else ()
+        return found[loader] if loader < len(found) else None
 
     def logged(self, mesh: DeviceMesh) -> dict[str, Any] | None:
         """Return what the run that saved had logged: on another mesh, this rank's share of it."""

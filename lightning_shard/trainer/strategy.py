@@ -310,7 +310,9 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         if not isinstance(dataloader, DataLoader):
             return dataloader
         late = self._module.trainer.ckpt_path is not None or self.restore_checkpoint_after_setup
-        dataloader = self.samples.prepare(dataloader, self.saver.order, late=late)
+        dataloader = self.samples.prepare(
+            dataloader, self.saver.order, self.saver.generator, late=late
+        )
         if self.world_size == 1:
             return dataloader
         if self._module.trainer.state.fn == TrainerFn.PREDICTING:

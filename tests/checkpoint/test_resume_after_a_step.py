@@ -100,6 +100,9 @@ def run(
     batch_size = 2 // replicas
     validation = DataLoader(Fields(sample, validated), batch_size) if every else None
     training = DataLoader(Fields(sample, 2 * BATCHES), batch_size, shuffle=True)
+    if loader == "own numbers":
+        numbers = torch.Generator().manual_seed(11)
+        training = DataLoader(training.dataset, batch_size, shuffle=True, generator=numbers)
     if loader == "two":
         training = {"a": training, "b": DataLoader(Fields(sample, 10), batch_size, shuffle=True)}
     runner = trainer(

@@ -71,7 +71,7 @@ def assert_goes_on(domain, hook, count, **options):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("loader", ["shuffled", "own"])
+@pytest.mark.parametrize("loader", ["shuffled", "own", "own numbers"])
 @pytest.mark.parametrize("steps", [-1, 12, 100])
 def test_goes_on_after_an_epoch(steps, loader):
     """With `max_steps` Lightning takes the epoch for one that goes on, and leaves one out."""
@@ -84,3 +84,17 @@ def test_goes_on_after_an_epoch(steps, loader):
     assert resumed_numbers == numbers
     for key, value in state.items():
         assert torch.equal(resumed_state[key], value), key
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    "case",
+    choose(
+        [(d, *at) for d in [(2,), (1,)] for at in BEFORE_BATCHES + IN_VALIDATION],
+        fast=[((2,), "on_train_batch_start", 6), ((1,), "on_validation_batch_start", 2)],
+    ),
+    ids=str,
+)
+def test_a_generator_of_the_user_goes_on(case):
+    """It was given to the loader, and draws the order of the next epochs."""
+    assert_goes_on(*case, loader="own numbers")
