@@ -219,6 +219,7 @@ def end_saved_step(
     is_known: Callable[[], bool],
     unfinished: Callable[[], str | None],
     validates: Callable[[int], None],
+    had_ended: Callable[[], None],
 ) -> None:
     """Let a resumed run end the step after which it was saved, as the run without a break does.
 
@@ -232,16 +233,25 @@ def end_saved_step(
         is_known: Returns True if the checkpoint says what was logged, which callbacks then read.
         unfinished: Returns within what it was saved, as `Saver.unfinished` does.
         validates: Called before each validation of a fit, with the number of the step before it.
+        had_ended: Called in place of all steps where the run had none left when it was saved.
     """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if "update_restart_stage" in vars(loop):
         return
     find_stage, advance, end_epoch = loop.update_restart_stage, loop.advance, fit.on_advance_end
     wind_on, validation = loop.val_loop.increment_progress_to_evaluation_end, loop.val_loop.run
-    is_open = False
+    run, is_open, has_steps = fit.run, False, False
+
+    def run_or_end() -> None:
+        nonlocal has_steps
+        has_steps = trainer.limit_train_batches == 0
+        run()
+        if is_known() and not has_steps:
+            had_ended()
 
     def find_open_step() -> None:
-        nonlocal is_open
+        nonlocal is_open, has_steps
+        has_steps = True
         find_stage()
         if is_known() and fit.restarted_on_epoch_end:  # with `max_steps` it is taken for open
             super(type(fit), type(fit)).restarting.fset(fit, False)
@@ -282,7 +292,7 @@ def end_saved_step(
     vars(loop.val_loop)["run"] = validate
     vars(loop.val_loop)["increment_progress_to_evaluation_end"] = wind_validation_on
     vars(loop).update(update_restart_stage=find_open_step, advance=end_step_or_advance)
-    vars(fit)["on_advance_end"] = end_epoch_as_ever
+    vars(fit).update(on_advance_end=end_epoch_as_ever, run=run_or_end)
 
 
 def load_late_states(trainer: Trainer) -> None:

@@ -18,6 +18,7 @@ from lightning_shard.lightning import (
     LightningModule,
     StochasticWeightAveraging,
     Trainer,
+    WeightAveraging,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -69,6 +70,18 @@ def train_as_saved(trainer: Trainer, module: LightningModule, saved: Any) -> Non
         f"{_shown([*thawed, *froze])} {'trains' if thawed else 'is frozen'} again, as when the "
         "checkpoint was saved."
     )
+
+
+def end_as_saved(trainer: Trainer, module: LightningModule) -> None:
+    """Give the module the averages of a run that has no steps left, as its end would.
+
+    Lightning then leaves the module the weights with which it would train on.
+    """
+    for callback in callbacks_of(trainer):
+        is_swa = isinstance(callback, StochasticWeightAveraging)
+        ended = is_swa and trainer.current_epoch - 1 == callback.swa_end
+        if ended or isinstance(callback, WeightAveraging):
+            callback.on_train_end(trainer, module)
 
 
 def _begin_with_epoch(trainer: Trainer, module: LightningModule) -> None:

@@ -70,7 +70,7 @@ from lightning_shard.trainer.precision import (
     refuse_to_drop_imaginary_parts,
 )
 from lightning_shard.trainer.random_state import share_random_state
-from lightning_shard.trainer.resumed_callbacks import train_as_saved
+from lightning_shard.trainer.resumed_callbacks import end_as_saved, train_as_saved
 from lightning_shard.trainer.sample_order import SampleOrder
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.steps import use_no_grad
@@ -194,6 +194,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
             lambda: self.saver.logged(mesh) is not None,
             self.saver.unfinished,
             lambda step: self.saver.begin(("validation", step), self.root_device),
+            lambda: end_as_saved(trainer, self._module),
         )
 
     def _options_alike(self) -> dict[str, str]:

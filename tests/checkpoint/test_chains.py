@@ -113,3 +113,21 @@ def test_statistics_of_averaged_weights_go_on_inside_their_epoch():
     resumed, resumed_state, _ = fit((2,), next(made), module=tiny(), path=path)
     assert resumed == losses[-3:]
     assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
+
+
+ENDED = {
+    "ema": lambda: EMAWeightAveraging(decay=0.8),
+    "swa": lambda: StochasticWeightAveraging(1e-3, 1),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(("average", "mode"), [("ema", "none"), ("ema", "full"), ("swa", "none")])
+def test_a_run_that_had_ended_has_its_averages(average, mode):
+    """Lightning gives the module the weights with which it would train on."""
+    path = shared_path("ended.ckpt")
+    save = SaveAt(path, 12, "epoch")
+    _, state, _ = fit((2,), ENDED[average](), save, module=smooth(), sharding=mode)
+    losses, again, _ = fit((2,), ENDED[average](), module=smooth(), path=path, sharding=mode)
+    assert losses == []
+    assert all(torch.equal(again[key], value) for key, value in state.items())
