@@ -45,6 +45,9 @@ from lightning.pytorch.callbacks import BaseFinetuning as BaseFinetuning
 from lightning.pytorch.callbacks import BasePredictionWriter as BasePredictionWriter
 from lightning.pytorch.callbacks import Checkpoint as Checkpoint
 from lightning.pytorch.callbacks import EarlyStopping as EarlyStopping
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler as GradientAccumulationScheduler,
+)
 from lightning.pytorch.callbacks import LearningRateFinder as LearningRateFinder
 from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
 from lightning.pytorch.callbacks import ModelSummary as ModelSummary
@@ -121,6 +124,7 @@ __all__ = [
     "FabricParallelStrategy",
     "FabricPrecision",
     "FabricSubprocessLauncher",
+    "GradientAccumulationScheduler",
     "HalfPrecision",
     "LRCallback",
     "LSFEnvironment",
@@ -167,7 +171,6 @@ __all__ = [
     "extract_batch_size",
     "fabric_rank_zero",
     "get_filesystem",
-
     "is_imported",
     "is_overridden",
     "is_param_in_hook_signature",

@@ -254,7 +254,8 @@ def end_saved_step(
         has_steps = True
         find_stage()
         if is_known() and fit.restarted_on_epoch_end:  # with `max_steps` it is taken for open
-            super(type(fit), type(fit)).restarting.fset(fit, False)
+            plain: Any = super(type(fit), type(fit))  # whose setter does not look for `max_steps`
+            plain.restarting.fset(fit, False)
             fit.update_restart_stage()
             return
         epoch: Any = fit.epoch_progress.current  # Lightning: its base class

@@ -45,6 +45,7 @@ def train_as_saved(trainer: Trainer, module: LightningModule, saved: Any) -> Non
     """
     if trainer.fit_loop.restarted_mid_epoch:
         _begin_with_epoch(trainer, module)
+        _say_what_is_lost(trainer)
     if saved is None:
         return
     now = frozen_in(module)
@@ -91,6 +92,18 @@ def _begin_with_epoch(trainer: Trainer, module: LightningModule) -> None:
             callback.on_train_epoch_start(trainer)
         elif isinstance(callback, StochasticWeightAveraging):
             _go_on_averaging(callback, trainer, module)
+
+
+def _say_what_is_lost(trainer: Trainer) -> None:
+    read: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    batches, accumulates = trainer.accumulate_grad_batches, read < trainer.num_training_batches
+    if trainer.lightning_module.automatic_optimization and accumulates and read % batches:
+        rank_zero_warn(
+            f"the checkpoint was saved after {read % batches} of the {batches} batches whose "
+            "gradients a step adds up, and holds none of these: the next step goes by the other "
+            "batches alone. Save where a step has ended, as "
+            "ModelCheckpoint(every_n_train_steps=...) does."
+        )
 
 
 def _go_on_averaging(

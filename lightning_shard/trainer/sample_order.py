@@ -124,8 +124,10 @@ class SampleOrder:
         self._begin_workers(loader)
         plain = loader.batch_sampler is not None and not hasattr(loader, "state_dict")
         if self._trainer.training and plain:
-            of_checkpoint = (partial(each, len(self._loaders)) for each in (resumed, saved))
-            batches = OrderedBatches(loader, self._trainer, generator, *of_checkpoint)
+            here = len(self._loaders)
+            batches = OrderedBatches(
+                loader, self._trainer, generator, partial(resumed, here), partial(saved, here)
+            )
             self._loaders.append(loader)
             self._ordered.append(batches)
             begins_late = late and not self._late.is_over

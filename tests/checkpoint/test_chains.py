@@ -1,12 +1,11 @@
 """A run goes on through several resumes, in other modes and on other meshes, as without a break."""
 
+import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from tests import pool
-from tests.checkpoint.tiny import SaveAt, fit, mean_over_ranks, tiny
+from tests.checkpoint.tiny import SaveAfterBatch, SaveAt, fit, mean_over_ranks, tiny
 from tests.pairs import choose
 from tests.training import shared_path
 
@@ -82,23 +81,12 @@ def test_averages_of_weights_go_on_inside_an_epoch():
     assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
 
 
-class SaveAfter(Callback):
-    """Saves after a batch of an epoch."""
-
-    def __init__(self, path: Path, epoch: int, batch: int) -> None:
-        self.path, self.place = path, (epoch, batch)
-
-    def on_train_batch_end(self, trainer: Trainer, *given: Any) -> None:
-        if (trainer.current_epoch, given[-1]) == self.place:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.spmd(2)
 def test_accumulation_by_epoch_goes_on_inside_an_epoch():
     """Lightning accumulates nothing until the next epoch."""
     path = shared_path("middle.ckpt")
     made = (GradientAccumulationScheduler({0: 2, 1: 3}) for _ in range(2))
-    losses, state, _ = fit((2,), next(made), SaveAfter(path, 0, 1), module=smooth())
+    losses, state, _ = fit((2,), next(made), SaveAfterBatch(path, 0, 1), module=smooth())
     resumed, resumed_state, _ = fit((2,), next(made), module=smooth(), path=path)
     assert resumed == losses[2:]
     assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
@@ -109,7 +97,7 @@ def test_statistics_of_averaged_weights_go_on_inside_their_epoch():
     """Lightning counts none, and ends the run in an error."""
     path = shared_path("statistics.ckpt")
     made = (StochasticWeightAveraging(1e-3, 1) for _ in range(2))
-    losses, state, _ = fit((2,), next(made), SaveAfter(path, 2, 2), module=tiny())
+    losses, state, _ = fit((2,), next(made), SaveAfterBatch(path, 2, 2), module=tiny())
     resumed, resumed_state, _ = fit((2,), next(made), module=tiny(), path=path)
     assert resumed == losses[-3:]
     assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
@@ -131,3 +119,16 @@ def test_a_run_that_had_ended_has_its_averages(average, mode):
     losses, again, _ = fit((2,), ENDED[average](), module=smooth(), path=path, sharding=mode)
     assert losses == []
     assert all(torch.equal(again[key], value) for key, value in state.items())
+
+
+@pytest.mark.spmd(2)
+def test_gradients_that_were_accumulated_are_said_to_be_lost():
+    path, heard = shared_path("accumulated.ckpt"), []
+    for batch in (0, 1):
+        fit((2,), SaveAfterBatch(path, 0, batch), module=smooth(), accumulate_grad_batches=2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fit((2,), module=smooth(), path=path, accumulate_grad_batches=2)
+        words = "after 1 of the 2 batches whose gradients a step adds up"
+        heard.append(sum(words in str(each.message) for each in told))
+    assert heard == [int(dist.get_rank() == 0), 0]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_shard.checkpoint.state import full_module_state
+from tests.checkpoint.tiny import SaveAfterBatch
 from tests.training import Fields, generator, shared_path, trainer
 
 
@@ -83,22 +84,11 @@ class Advised(Tuned):
         self.backbone.requires_grad_(self.current_epoch >= 1)
 
 
-class SaveInside(Callback):
-    """Saves after the first batch of the third epoch."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if (trainer.current_epoch, batch_idx) == (2, 0):
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_advice_holds_inside_an_epoch(mode):
     path = shared_path("batch.ckpt")
-    expected = fit(Advised(), SaveInside(path), strategy={"sharding": mode})
+    expected = fit(Advised(), SaveAfterBatch(path, 2, 0), strategy={"sharding": mode})
     state = fit(Advised(), path=path, strategy={"sharding": mode})
     for key, value in expected.items():
         assert torch.equal(state[key], value), key

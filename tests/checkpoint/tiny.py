@@ -97,6 +97,17 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SaveAfterBatch(Callback):
+    """Saves after a batch of an epoch."""
+
+    def __init__(self, path: Path, epoch: int, batch: int) -> None:
+        self.path, self.place = path, (epoch, batch)
+
+    def on_train_batch_end(self, trainer: Trainer, *given: Any) -> None:
+        if (trainer.current_epoch, given[-1]) == self.place:
+            trainer.save_checkpoint(self.path)
+
+
 def loader(replicas: int = 1, samples: int = SAMPLES) -> DataLoader:
     """Batches for training, shuffled, or a few samples for validation."""
     return DataLoader(Fields(sample, samples), BATCH // replicas, shuffle=samples == SAMPLES)
