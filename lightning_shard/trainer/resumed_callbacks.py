@@ -119,7 +119,7 @@ def _go_on_averaging(
             group["lr"] = rate
     elif last == callback.swa_end == now - 1:
         kept = [x.detach().clone() for x in (*module.parameters(), *module.buffers())]
-        callback.on_train_epoch_start(trainer, module)  # which counts from nothing
+        callback.on_train_epoch_start(trainer, module)  # it counts from nothing
         with torch.no_grad():
             for x, value in zip((*module.parameters(), *module.buffers()), kept, strict=True):
                 x.copy_(value)

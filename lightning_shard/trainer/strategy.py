@@ -52,7 +52,6 @@ from lightning_shard.trainer.counted_devices import count_replicas
 from lightning_shard.trainer.explain import explain
 from lightning_shard.trainer.hook_values import HookValues, give_whole_to
 from lightning_shard.trainer.host import (
-    end_saved_step,
     load_late_states,
     log_on,
     tell_device,
@@ -71,6 +70,7 @@ from lightning_shard.trainer.precision import (
 )
 from lightning_shard.trainer.random_state import share_random_state
 from lightning_shard.trainer.resumed_callbacks import end_as_saved, train_as_saved
+from lightning_shard.trainer.resumed_loops import end_saved_step
 from lightning_shard.trainer.sample_order import SampleOrder
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.steps import use_no_grad
