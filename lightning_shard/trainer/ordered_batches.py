@@ -60,8 +60,8 @@ class CommonDraws:
         begun = place + 1 if loader.num_workers else len(self._loaders)
         again = place in self._read  # a short loader of a cycle
         for each in [loader] if again else self._loaders[self._seeded : begun]:
-            if each is loader or each.generator is None:
-                torch.empty((), dtype=torch.int64).random_(generator=each.generator)
+            if each.generator is None:
+                draw_seed(None)
         self._seeded = max(self._seeded, begun)
         self._read.add(place)
         yield
@@ -162,6 +162,9 @@ class OrderedBatches:
         else:
             if agreed is not None and self.generator is not None:
                 self.generator.set_state(agreed["sampler"])
+                self.agreed = None  # for a further pass of this epoch it goes on
+                if read is None and self.loader.generator is self.generator:
+                    draw_seed(self.generator)
             if read is not None:
                 self.restore()
             with nullcontext() if common is None else common.of_pass(self.loader, read is not None):
@@ -203,6 +206,11 @@ class OrderedBatches:
         if "inner" not in self.__dict__:  # a copy is made
             raise AttributeError(name)
         return getattr(self.__dict__["inner"], name)
+
+
+def draw_seed(generator: torch.Generator | None) -> None:
+    """Draw what a loader draws as it begins: the seed of its workers."""
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 def generator_of(loader: DataLoader[Any]) -> torch.Generator | None:

@@ -233,8 +233,10 @@ class Stride(DistributedSampler[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        order = list(self._whole)
-        return (order[place] for place in super().__iter__())
+        whole = iter(self._whole)
+        order = list(islice(whole, len(self._whole)))
+        yield from (order[place] for place in super().__iter__())
+        next(whole, None)  # torch's samplers draw once more at their end, if they are read so far
 
     @override
     def set_epoch(self, epoch: int) -> None:

@@ -35,7 +35,7 @@ def given(loader, *, replicas, replica, stage=TrainerFn.VALIDATING, repeat=False
     place = {"replicas": replicas, "replica": replica, "device": torch.device("cpu")}
     with mock.patch("lightning_shard.trainer.sample_order.share_seeded_state"):
         order.begin_stage(trainer, None, **place)
-    found = order.prepare(loader, lambda _: None, late=False)
+    found = order.prepare(loader, lambda _: None, lambda _: None, late=False)
     return found, order, asked.use_distributed_sampler
 
 
@@ -132,28 +132,30 @@ class Reads(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def two_loaders(size, mode):
-    options = {"batch_size": size, "shuffle": True}
+def two_loaders(size, mode, seed):
+    numbers = {"a": range(8), "b": range(100, 104)}
+    own = [None if seed is None else torch.Generator().manual_seed(seed + i) for i in range(2)]
     loaders = {
-        "a": DataLoader(range(8), **options),
-        "b": DataLoader(range(100, 104), **options),
+        name: DataLoader(samples, size, shuffle=True, generator=generator)
+        for (name, samples), generator in zip(numbers.items(), own, strict=True)
     }
     return CombinedLoader(loaders, mode)
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("seed", [None, 11], ids=["torch's numbers", "numbers of each loader"])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
-def test_two_loaders_that_shuffle_draw_as_in_one_process(mode):
+def test_two_loaders_that_shuffle_draw_as_in_one_process(mode, seed):
     """Each its own order, in each epoch and in each pass of the shorter one."""
     torch.manual_seed(5)
     alone, module = Reads(), Reads()
     start = torch.get_rng_state()
     options = {**QUIET, "max_epochs": 3}
     runner = Trainer(devices=1, plugins=LightningEnvironment(), **options)
-    runner.fit(alone, two_loaders(4, mode))
+    runner.fit(alone, two_loaders(4, mode, seed))
     torch.set_rng_state(start)
     torch.rand(dist.get_rank())  # replicas have drawn other numbers meanwhile
-    training.trainer((1,), max_epochs=3).fit(module, two_loaders(2, mode))
+    training.trainer((1,), max_epochs=3).fit(module, two_loaders(2, mode, seed))
     found = [None, None]
     dist.all_gather_object(found, module.seen)
     for wanted, *each in zip(alone.seen, *found, strict=True):
