@@ -197,8 +197,8 @@ class SampleOrder:
         begins = found is None  # an epoch; Lightning begins the loaders of the first one before
         has_begun = (
             begins
-            and not self._has_trained
-            and any(batches.has_begun and not batches.was_resumed for batches in self._ordered)
+            and not (self._has_trained or any(batches.was_resumed for batches in self._ordered))
+            and any(batches.has_begun for batches in self._ordered)
         )
         self._has_trained = self._has_trained or begins
         if begins and not has_begun:

@@ -158,8 +158,11 @@ def test_two_loaders(domain):
 
 
 @pytest.mark.spmd(2)
-def test_loaders_that_are_made_anew_in_each_epoch():
-    assert_goes_on((2,), 3, 2, reload_dataloaders_every_n_epochs=1)
+@pytest.mark.quick_rows("own numbers-(1,)")
+@pytest.mark.parametrize("domain", [(2,), (1,)], ids=str)
+@pytest.mark.parametrize("loader", ["shuffled", "own numbers"])
+def test_loaders_that_are_made_anew_in_each_epoch(loader, domain):
+    assert_goes_on(domain, 3, 2, loader=loader, reload_dataloaders_every_n_epochs=1)
 
 
 @pytest.mark.spmd(2)
