@@ -77,7 +77,6 @@ class OrderedBatches:
             then has.
         drawn_from: The numbers from which the order of this pass was drawn.
         has_begun: True once a loader has begun the pass of this epoch.
-        was_resumed: True once it has begun one inside an epoch, where no epoch begins.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class OrderedBatches:
         self.resumed, self.saved = resumed, saved
         self.agreed: Numbers | None = None
         self.drawn_from: Numbers | None = None
-        self.has_begun, self.was_resumed, self._passes = False, False, 0
+        self.has_begun, self._passes = False, 0
 
     def __iter__(self) -> Iterator[Any]:
         self.has_begun = True
@@ -156,7 +155,6 @@ class OrderedBatches:
         read, before = self._read_before(), self.numbers()
         self._passes += 1
         if read is not None and self.resumed() != {}:
-            self.was_resumed = True
             first, batches = self._drawn_again(read)
             set_random_state(before, CPU)  # the sampler's own generator goes on
         else:

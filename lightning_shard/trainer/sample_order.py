@@ -95,7 +95,7 @@ class SampleOrder:
         several = replicas > 1 and trainer.state.fn == TrainerFn.PREDICTING
         inject_samplers(trainer, self._asked and several)
         share_seeded_state(device)
-        add_once(trainer, _EpochsBeginAlike(self._agree), first=True)
+        add_once(trainer, _EpochsBeginAlike(self._agree, self._go_on_in_epoch), first=True)
 
     def prepare(
         self,
@@ -192,13 +192,19 @@ class SampleOrder:
             begins = OutlivesSignals(begins)
         loader.worker_init_fn = begins
 
+    def _go_on_in_epoch(self) -> None:
+        """Note that this run goes on inside an epoch: the next one is not its first."""
+        self._has_trained = True
+        if not any(batches.is_resumed() for batches in self._ordered):  # all of it was read
+            self._late.is_over = True
+            for batches in self._ordered:
+                batches.restore()
+
     def _agree(self, found: Sequence[OrderedBatches] | None = None) -> None:
         share_random_state(self._domain, self._device)
         begins = found is None  # an epoch; Lightning begins the loaders of the first one before
         has_begun = (
-            begins
-            and not (self._has_trained or any(batches.was_resumed for batches in self._ordered))
-            and any(batches.has_begun for batches in self._ordered)
+            begins and not self._has_trained and any(batches.has_begun for batches in self._ordered)
         )
         self._has_trained = self._has_trained or begins
         if begins and not has_begun:
@@ -284,8 +290,13 @@ class EachOnce(DistributedSampler[Any]):
 class _EpochsBeginAlike(Callback):
     """Begins epochs alike on all ranks before callbacks draw, but none that is resumed inside."""
 
-    def __init__(self, agree: Callable[[], None]) -> None:
-        self._agree = agree
+    def __init__(self, agree: Callable[[], None], go_on: Callable[[], None]) -> None:
+        self._agree, self._go_on = agree, go_on
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fit_loop.restarted_mid_epoch:
+            self._go_on()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

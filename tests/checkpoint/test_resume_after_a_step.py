@@ -158,11 +158,13 @@ def test_two_loaders(domain):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.quick_rows("own numbers-(1,)")
+@pytest.mark.quick_rows("own numbers-(1,)-3", "shuffled-(1,)-5")
+@pytest.mark.parametrize("step", [3, BATCHES])
 @pytest.mark.parametrize("domain", [(2,), (1,)], ids=str)
 @pytest.mark.parametrize("loader", ["shuffled", "own numbers"])
-def test_loaders_that_are_made_anew_in_each_epoch(loader, domain):
-    assert_goes_on(domain, 3, 2, loader=loader, reload_dataloaders_every_n_epochs=1)
+def test_loaders_that_are_made_anew_in_each_epoch(loader, domain, step):
+    every = 2 if step < BATCHES else BATCHES
+    assert_goes_on(domain, step, every, loader=loader, reload_dataloaders_every_n_epochs=1)
 
 
 @pytest.mark.spmd(2)
