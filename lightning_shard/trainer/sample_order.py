@@ -215,7 +215,7 @@ class SampleOrder:
             numbers = [[batches.numbers() for batches in ordered]]
             dist.broadcast_object_list(numbers, src=0, device=self._device)
             if ordered:
-                common = CommonDraws(self._loaders, numbers[0][0])
+                common = CommonDraws([batches.loader for batches in ordered], numbers[0][0])
                 for batches, agreed in zip(ordered, numbers[0], strict=True):
                     batches.agreed, batches.common = agreed, common
 

@@ -158,8 +158,8 @@ def test_two_loaders(domain):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.quick_rows("own numbers-(1,)-3", "shuffled-(1,)-5")
-@pytest.mark.parametrize("step", [3, BATCHES])
+@pytest.mark.quick_rows("own numbers-(1,)-3", "shuffled-(1,)-10")
+@pytest.mark.parametrize("step", [3, BATCHES, 2 * BATCHES])
 @pytest.mark.parametrize("domain", [(2,), (1,)], ids=str)
 @pytest.mark.parametrize("loader", ["shuffled", "own numbers"])
 def test_loaders_that_are_made_anew_in_each_epoch(loader, domain, step):
