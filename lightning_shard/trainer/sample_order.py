@@ -60,8 +60,7 @@ class SampleOrder:
     def __init__(self) -> None:
         """Begin without a trainer."""
         self._asked: bool | None = None  # whether the user lets samplers be replaced
-        self._loaders: list[DataLoader[Any]] = []  # for training, of this stage
-        self._ordered: list[OrderedBatches] = []  # those of these loaders
+        self._ordered: list[OrderedBatches] = []  # batches of this stage's training loaders
         self._has_trained = False  # whether an epoch of this stage has begun
         self._late = LateStart()
         self._until_end = ExitStack()
@@ -88,7 +87,7 @@ class SampleOrder:
         """
         self._trainer, self._domain, self._device = trainer, domain, device
         self._replicas, self._replica = replicas, replica
-        self._loaders, self._ordered, self._repeat = [], [], repeats_samples(trainer)
+        self._ordered, self._repeat = [], repeats_samples(trainer)
         self._has_trained, self._late = False, LateStart()
         asked = inject_samplers(trainer, False)
         self._asked = asked if self._asked is None else self._asked
@@ -124,11 +123,10 @@ class SampleOrder:
         self._begin_workers(loader)
         plain = loader.batch_sampler is not None and not hasattr(loader, "state_dict")
         if self._trainer.training and plain:
-            here = len(self._loaders)
+            here = len(self._ordered)
             batches = OrderedBatches(
                 loader, self._trainer, generator, partial(resumed, here), partial(saved, here)
             )
-            self._loaders.append(loader)
             self._ordered.append(batches)
             begins_late = late and not self._late.is_over
             put_into(loader, batches, self._until_end, self._late if begins_late else None)

@@ -70,37 +70,33 @@ def test_a_chain(chain, average, tmp_path):
         begun = end
 
 
+def assert_goes_on(callback, save, begin, module=smooth):
+    """A run that is resumed where `save` has saved has the losses from `begin` on, and the end."""
+    losses, state, _ = fit((2,), callback(), save, module=module())
+    resumed, resumed_state, _ = fit((2,), callback(), module=module(), path=save.path)
+    assert resumed == losses[begin:]
+    assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
+
+
 @pytest.mark.spmd(2)
 def test_averages_of_weights_go_on_inside_an_epoch():
     """Lightning leaves the rates of SWA out until the next epoch."""
-    path = shared_path("middle.ckpt")
-    made = (StochasticWeightAveraging(1e-3, 1, annealing_epochs=2) for _ in range(2))
-    losses, state, _ = fit((2,), next(made), SaveAt(path, 4), module=smooth())
-    resumed, resumed_state, _ = fit((2,), next(made), module=smooth(), path=path)
-    assert resumed == losses[4:]
-    assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
+    save = SaveAt(shared_path("middle.ckpt"), 4)
+    assert_goes_on(lambda: StochasticWeightAveraging(1e-3, 1, annealing_epochs=2), save, 4)
 
 
 @pytest.mark.spmd(2)
 def test_accumulation_by_epoch_goes_on_inside_an_epoch():
     """Lightning accumulates nothing until the next epoch."""
-    path = shared_path("middle.ckpt")
-    made = (GradientAccumulationScheduler({0: 2, 1: 3}) for _ in range(2))
-    losses, state, _ = fit((2,), next(made), SaveAfterBatch(path, 0, 1), module=smooth())
-    resumed, resumed_state, _ = fit((2,), next(made), module=smooth(), path=path)
-    assert resumed == losses[2:]
-    assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
+    save = SaveAfterBatch(shared_path("middle.ckpt"), 0, 1)
+    assert_goes_on(lambda: GradientAccumulationScheduler({0: 2, 1: 3}), save, 2)
 
 
 @pytest.mark.spmd(2)
 def test_statistics_of_averaged_weights_go_on_inside_their_epoch():
     """Lightning counts none, and ends the run in an error."""
-    path = shared_path("statistics.ckpt")
-    made = (StochasticWeightAveraging(1e-3, 1) for _ in range(2))
-    losses, state, _ = fit((2,), next(made), SaveAfterBatch(path, 2, 2), module=tiny())
-    resumed, resumed_state, _ = fit((2,), next(made), module=tiny(), path=path)
-    assert resumed == losses[-3:]
-    assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
+    save = SaveAfterBatch(shared_path("statistics.ckpt"), 2, 2)
+    assert_goes_on(lambda: StochasticWeightAveraging(1e-3, 1), save, -3, module=tiny)
 
 
 ENDED = {
