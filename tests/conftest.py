@@ -18,6 +18,13 @@ from lightning_shard.processes import variables
 from lightning_shard.processes.cpu_settings import let_threads_run_on
 from tests import REFERENCES
 
+GLOBAL_HOOKS = (
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+)
+
 gc.disable()  # until the tests are collected: what is imported is no garbage
 let_threads_run_on()  # in workers and in the ranks that they fork
 
@@ -129,6 +136,31 @@ def no_group_is_left() -> Iterator[None]:
         import torch.distributed as dist
 
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def torch_is_left_as_it_was() -> Iterator[None]:
+    """What a test leaves in torch would change the next test of this process, in some orders."""
+    before = _state_of_torch()
+    yield
+    if before is not None:
+        assert _state_of_torch() == before
+
+
+def _state_of_torch() -> dict[str, Any] | None:
+    if "torch" not in sys.modules:
+        return None
+    import torch
+    from torch.nn.modules import module
+
+    hooks = {name: list(held) for name, held in vars(module).items() if name in GLOBAL_HOOKS}
+    return {
+        **hooks,
+        "default type": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "modes": torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack(),
+        "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(False) is not None,
+    }
 
 
 @pytest.fixture

@@ -225,6 +225,7 @@ class _Body:
             if self._is_fake:
                 batch = tree_map_only(object, as_fake, batch)
             task = replace(given, module=module, data=data, batches=[batch])
+            stack.callback(self.follower.end)  # also where the step is refused
             if task.stage == "fit":
                 train(task, 1, self._recorder.cut, self.follower, warm_up=1)
             else:
@@ -378,6 +379,10 @@ class _Follow(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Remove the hooks, of which those of all modules would outlive the trace."""
         self._mode.is_in_step = False
         self._hooks.close()
 
