@@ -279,6 +279,15 @@ def _replace(loader: DataLoader[Any], batches: Any, cls: type) -> None:
     loader.__class__ = cls  # else a resumed pass begins too early (tests/checkpoint/test_resume.py)
 
 
+def begins_loaders_anew(trainer: Trainer) -> bool:
+    """Return whether Lightning begins the loaders of an epoch after its first hooks.
+
+    It has begun those of the first epoch, and of one that is resumed, before these hooks.
+    """
+    fit = trainer.fit_loop
+    return trainer.current_epoch > 0 and not (fit.is_resuming or fit.epoch_loop.restarting)
+
+
 def unfinished(trainer: Trainer) -> tuple[str, int] | None:
     """Name the training step, or the validation after it, that has begun and not ended."""
     progress = trainer.fit_loop.epoch_loop.batch_progress

@@ -48,6 +48,7 @@ from lightning_shard.trainer.ordered_batches import (
     LateStart,
     Numbers,
     OrderedBatches,
+    begins_loaders_anew,
     generator_of,
     put_into,
 )
@@ -60,8 +61,8 @@ class SampleOrder:
     def __init__(self) -> None:
         """Begin without a trainer."""
         self._asked: bool | None = None  # whether the user lets samplers be replaced
-        self._ordered: list[OrderedBatches] = []  # batches of this stage's training loaders
-        self._has_trained = False  # whether an epoch of this stage has begun
+        self._ordered: list[OrderedBatches] = []  # batches of the training loaders
+        self._since: int | None = None  # the epoch for which Lightning asked for them
         self._late = LateStart()
         self._until_end = ExitStack()
 
@@ -87,8 +88,8 @@ class SampleOrder:
         """
         self._trainer, self._domain, self._device = trainer, domain, device
         self._replicas, self._replica = replicas, replica
-        self._ordered, self._repeat = [], repeats_samples(trainer)
-        self._has_trained, self._late = False, LateStart()
+        self._ordered, self._since, self._late = [], None, LateStart()
+        self._repeat = repeats_samples(trainer)
         asked = inject_samplers(trainer, False)
         self._asked = asked if self._asked is None else self._asked
         several = replicas > 1 and trainer.state.fn == TrainerFn.PREDICTING
@@ -113,6 +114,14 @@ class SampleOrder:
             saved: Returns the state of a sampler's own generator in a checkpoint, likewise.
             late: True if the stage begins with a checkpoint.
         """
+        if self._trainer.training:
+            if self._since != self._trainer.current_epoch:
+                self._ordered, self._since = [], self._trainer.current_epoch
+            if isinstance(loader.batch_sampler, OrderedBatches):  # an earlier epoch had it, too
+                self._order(loader.batch_sampler)
+                return loader
+        if isinstance(loader.sampler, Stride):  # a `CombinedLoader` keeps it from another stage
+            loader = with_sampler(loader, loader.sampler.whole)
         generator = generator_of(loader)
         count_replicas_in(loader.sampler, self._replicas, self._replica)
         if self._replicas > 1:
@@ -127,11 +136,14 @@ class SampleOrder:
             batches = OrderedBatches(
                 loader, self._trainer, generator, partial(resumed, here), partial(saved, here)
             )
-            self._ordered.append(batches)
             begins_late = late and not self._late.is_over
             put_into(loader, batches, self._until_end, self._late if begins_late else None)
-            self._agree(self._ordered)
+            self._order(batches)
         return loader
+
+    def _order(self, batches: OrderedBatches) -> None:
+        self._ordered.append(batches)
+        self._agree(self._ordered)
 
     def drawn_from(self) -> list[Numbers | None]:
         """Return the numbers from which the trainer's loaders drew the order of this epoch."""
@@ -191,8 +203,7 @@ class SampleOrder:
         loader.worker_init_fn = begins
 
     def _go_on_in_epoch(self) -> None:
-        """Note that this run goes on inside an epoch: the next one is not its first."""
-        self._has_trained = True
+        """Note that this run goes on inside an epoch, of which it may have nothing left to read."""
         if not any(batches.is_resumed() for batches in self._ordered):  # all of it was read
             self._late.is_over = True
             for batches in self._ordered:
@@ -200,11 +211,12 @@ class SampleOrder:
 
     def _agree(self, found: Sequence[OrderedBatches] | None = None) -> None:
         share_random_state(self._domain, self._device)
-        begins = found is None  # an epoch; Lightning begins the loaders of the first one before
+        begins = found is None  # an epoch
         has_begun = (
-            begins and not self._has_trained and any(batches.has_begun for batches in self._ordered)
+            begins
+            and not begins_loaders_anew(self._trainer)
+            and any(batches.has_begun for batches in self._ordered)
         )
-        self._has_trained = self._has_trained or begins
         if begins and not has_begun:
             for batches in _ordered(self._trainer):
                 batches.begin_epoch()
@@ -229,24 +241,28 @@ def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
 
 
 class Stride(DistributedSampler[Any]):
-    """Yields the samples of one replica, in the order that a sampler draws for all."""
+    """Yields the samples of one replica, in the order that a sampler draws for all.
+
+    Attributes:
+        whole: The sampler that draws for all.
+    """
 
     def __init__(self, whole: Any, replicas: int, replica: int) -> None:
         super().__init__(whole, replicas, replica, shuffle=False)
-        self._whole = whole
+        self.whole = whole
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        whole = iter(self._whole)
-        order = list(islice(whole, len(self._whole)))
+        whole = iter(self.whole)
+        order = list(islice(whole, len(self.whole)))
         yield from (order[place] for place in super().__iter__())
         next(whole, None)  # torch's samplers draw once more at their end, if they are read so far
 
     @override
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch to the sampler that draws for all."""
-        if hasattr(self._whole, "set_epoch"):
-            self._whole.set_epoch(epoch)
+        if hasattr(self.whole, "set_epoch"):
+            self.whole.set_epoch(epoch)
 
 
 class EachOnce(DistributedSampler[Any]):

@@ -145,17 +145,25 @@ def two_loaders(size, mode, seed):
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("seed", [None, 11], ids=["torch's numbers", "numbers of each loader"])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
-def test_two_loaders_that_shuffle_draw_as_in_one_process(mode, seed):
-    """Each its own order, in each epoch and in each pass of the shorter one."""
+@pytest.mark.parametrize(
+    ("fits", "reload"),
+    [((3,), 0), ((3,), 1), ((4,), 2), ((1, 3), 0)],
+    ids=["one fit", "loaders asked for in each epoch", "in each second", "two fits"],
+)
+def test_two_loaders_that_shuffle_draw_as_in_one_process(mode, seed, fits, reload):
+    """Each its own order, in each epoch and in each pass of the shorter one.
+
+    In an epoch that is not the first, Lightning begins loaders once more if it asked for them.
+    """
     torch.manual_seed(5)
     alone, module = Reads(), Reads()
     start = torch.get_rng_state()
-    options = {**QUIET, "max_epochs": 3}
-    runner = Trainer(devices=1, plugins=LightningEnvironment(), **options)
-    runner.fit(alone, two_loaders(4, mode, seed))
+    options = {"reload_dataloaders_every_n_epochs": reload}
+    plain = Trainer(devices=1, plugins=LightningEnvironment(), **QUIET, **options)
+    fit_each(plain, fits, alone, two_loaders(4, mode, seed))
     torch.set_rng_state(start)
     torch.rand(dist.get_rank())  # replicas have drawn other numbers meanwhile
-    training.trainer((1,), max_epochs=3).fit(module, two_loaders(2, mode, seed))
+    fit_each(training.trainer((1,), **options), fits, module, two_loaders(2, mode, seed))
     found = [None, None]
     dist.all_gather_object(found, module.seen)
     for wanted, *each in zip(alone.seen, *found, strict=True):
@@ -165,3 +173,21 @@ def test_two_loaders_that_shuffle_draw_as_in_one_process(mode, seed):
             ]
             assert together == numbers
     assert len({tuple(step["a"]) for step in alone.seen}) > 2
+
+
+def fit_each(runner, epochs, module, loaders):
+    for last in epochs:
+        runner.fit_loop.max_epochs = last
+        runner.fit(module, loaders)
+
+
+@pytest.mark.spmd(2)
+def test_a_combined_loader_is_read_whole_where_replicas_had_read_it():
+    """Lightning puts the loaders that replicas read into the user's `CombinedLoader`."""
+    loader = CombinedLoader({"a": DataLoader(range(8), 2)})
+    for domain, steps in (((1,), 2), ((2,), 4), ((1,), 2)):
+        module = Reads()
+        training.trainer(domain).fit(module, loader)
+        assert len(module.seen) == steps
+    first = [step["a"][0] for step in module.seen]
+    assert first == [[0, 4], [1, 5]][dist.get_rank()]
