@@ -42,7 +42,8 @@ _NAMES = {
     "pytorch.cli": "LightningArgumentParser LightningCLI SaveConfigCallback",
     "pytorch.core.optimizer": "LightningOptimizer",
     "pytorch.loggers.logger": "DummyLogger",
-    "pytorch.overrides.distributed": "UnrepeatedDistributedSampler",
+    "pytorch.overrides.distributed":
+        "UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper",
     "pytorch.plugins": "HalfPrecision MixedPrecision Precision",
     "pytorch.plugins.io": "TorchCheckpointIO",
     "pytorch.profilers": "PyTorchProfiler",

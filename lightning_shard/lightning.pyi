@@ -63,6 +63,9 @@ from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
 from lightning.pytorch.overrides.distributed import (
     UnrepeatedDistributedSampler as UnrepeatedDistributedSampler,
 )
+from lightning.pytorch.overrides.distributed import (
+    UnrepeatedDistributedSamplerWrapper as UnrepeatedDistributedSamplerWrapper,
+)
 from lightning.pytorch.plugins import HalfPrecision as HalfPrecision
 from lightning.pytorch.plugins import MixedPrecision as MixedPrecision
 from lightning.pytorch.plugins import Precision as Precision
@@ -164,6 +167,7 @@ __all__ = [
     "TrainerStatus",
     "TrainerSubprocessLauncher",
     "UnrepeatedDistributedSampler",
+    "UnrepeatedDistributedSamplerWrapper",
     "WeightAveraging",
     "WorkerOutput",
     "WrappingCheckpointIO",

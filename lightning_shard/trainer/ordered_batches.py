@@ -31,6 +31,9 @@ class CommonDraws:
     A loader draws the seed of its workers as it begins, and its order before its first batch. With
     workers it asks for the first batch as it begins; without, once all loaders have begun. Data
     replicas must draw so, too, though each has drawn other numbers meanwhile.
+
+    Attributes:
+        state: The numbers that are drawn next.
     """
 
     def __init__(self, loaders: Sequence[DataLoader[Any]], agreed: Numbers) -> None:
@@ -40,7 +43,7 @@ class CommonDraws:
             loaders: The training loaders of the Trainer, in the order in which they begin.
             agreed: The numbers that all ranks have.
         """
-        self._loaders, self._state = loaders, agreed
+        self._loaders, self.state = loaders, agreed
         self._seeded = 0  # loaders that have drawn the seed of their workers
         self._read = set[int]()  # loaders that have drawn an order
 
@@ -53,7 +56,7 @@ class CommonDraws:
             seeded: True if all loaders had drawn the seeds of their workers before the run was
                 resumed.
         """
-        set_random_state(self._state, CPU)
+        set_random_state(self.state, CPU)
         if seeded:
             self._seeded = len(self._loaders)
         place = next(i for i, each in enumerate(self._loaders) if each is loader)
@@ -65,7 +68,7 @@ class CommonDraws:
         self._seeded = max(self._seeded, begun)
         self._read.add(place)
         yield
-        self._state = random_state(CPU)
+        self.state = random_state(CPU)
 
 
 class OrderedBatches:

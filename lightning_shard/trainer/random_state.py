@@ -3,6 +3,8 @@
 import os
 import pickle
 import random
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,20 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type != "cpu" and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+@contextmanager
+def seeded(seed: int) -> Generator[None]:
+    """Let this process draw the numbers of a seed on the CPU, and then go on as before."""
+    cpu = torch.device("cpu")
+    before = random_state(cpu)
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what users draw from
+    try:
+        yield
+    finally:
+        set_random_state(before, cpu)
 
 
 def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:

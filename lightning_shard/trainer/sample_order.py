@@ -22,7 +22,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
 )
 from typing_extensions import override
 
@@ -31,6 +30,7 @@ from lightning_shard.lightning import (
     LightningModule,
     Trainer,
     TrainerFn,
+    UnrepeatedDistributedSamplerWrapper,
     pl_worker_init_function,
     rank_zero_warn,
 )
@@ -44,6 +44,7 @@ from lightning_shard.trainer.host import (
     with_sampler,
 )
 from lightning_shard.trainer.ordered_batches import (
+    CPU,
     CommonDraws,
     LateStart,
     Numbers,
@@ -52,7 +53,12 @@ from lightning_shard.trainer.ordered_batches import (
     generator_of,
     put_into,
 )
-from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
+from lightning_shard.trainer.random_state import (
+    random_state,
+    seeded,
+    share_random_state,
+    share_seeded_state,
+)
 
 
 class SampleOrder:
@@ -95,7 +101,8 @@ class SampleOrder:
         several = replicas > 1 and trainer.state.fn == TrainerFn.PREDICTING
         inject_samplers(trainer, self._asked and several)
         share_seeded_state(device)
-        add_once(trainer, _EpochsBeginAlike(self._agree, self._go_on_in_epoch), first=True)
+        alike = _EpochsBeginAlike(self._agree, self._go_on_in_epoch, self._go_on_after_validation)
+        add_once(trainer, alike, first=True)
 
     def prepare(
         self,
@@ -125,7 +132,9 @@ class SampleOrder:
         generator = generator_of(loader)
         count_replicas_in(loader.sampler, self._replicas, self._replica)
         if self._replicas > 1:
-            if self._asked and self._trainer.state.fn != TrainerFn.PREDICTING:
+            if self._trainer.state.fn == TrainerFn.PREDICTING:
+                _draw_alike(loader)
+            elif self._asked:
                 loader = self._of_replica(loader)
             if not self._trainer.training and not self._repeat:
                 self._read_each_once(loader)
@@ -175,10 +184,9 @@ class SampleOrder:
                 "are counted twice; without the callback RepeatSamples each is counted once."
             )
         place = (self._replicas, self._replica)
-        if isinstance(sampler, RandomSampler) and not self._trainer.training:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning: no one agrees
-            return with_sampler(loader, DistributedSampler(data, *place, seed=seed))
-        return with_sampler(loader, Stride(sampler, *place))
+        # as an epoch of training begins, replicas agree on their numbers
+        seed = None if self._trainer.training else _given_seed()
+        return with_sampler(loader, Stride(sampler, *place, seed))
 
     def _read_each_once(self, loader: DataLoader[Any]) -> None:
         """Take from a loader, in place, the samples that its sampler repeats to fill a replica."""
@@ -208,6 +216,18 @@ class SampleOrder:
             self._late.is_over = True
             for batches in self._ordered:
                 batches.restore()
+
+    def _go_on_after_validation(self) -> None:
+        """Let the passes that begin in the rest of the epoch follow what the validation has drawn.
+
+        Those are further passes over the shorter loaders of a cycle.
+        """
+        if self._replicas > 1 and len(self._ordered) > 1 and not self._trainer.sanity_checking:
+            numbers = [random_state(CPU)]
+            dist.broadcast_object_list(numbers, src=0, device=self._device)
+            for batches in self._ordered:
+                if batches.common is not None:
+                    batches.common.state = numbers[0]
 
     def _agree(self, found: Sequence[OrderedBatches] | None = None) -> None:
         share_random_state(self._domain, self._device)
@@ -243,26 +263,75 @@ def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
 class Stride(DistributedSampler[Any]):
     """Yields the samples of one replica, in the order that a sampler draws for all.
 
+    It draws as many numbers as the sampler, so that what is drawn next is as in one process.
+
     Attributes:
         whole: The sampler that draws for all.
     """
 
-    def __init__(self, whole: Any, replicas: int, replica: int) -> None:
+    def __init__(self, whole: Any, replicas: int, replica: int, seed: int | None = None) -> None:
+        """Take every n-th sample.
+
+        Args:
+            whole: The sampler that draws for all.
+            replicas: Number of data replicas.
+            replica: The replica whose samples these are.
+            seed: Begins the numbers from which the order is drawn on all replicas; None: all have
+                the same numbers.
+        """
         super().__init__(whole, replicas, replica, shuffle=False)
-        self.whole = whole
+        self.whole, self._seed = whole, seed
 
     @override
     def __iter__(self) -> Iterator[Any]:
+        alike = None
+        if self._seed is not None:
+            alike = _drawn_from(self._seed + self.epoch, self.whole)
         whole = iter(self.whole)
         order = list(islice(whole, len(self.whole)))
-        yield from (order[place] for place in super().__iter__())
+        yield from ((alike or order)[place] for place in super().__iter__())
         next(whole, None)  # torch's samplers draw once more at their end, if they are read so far
 
     @override
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch to the sampler that draws for all."""
+        super().set_epoch(epoch)
         if hasattr(self.whole, "set_epoch"):
             self.whole.set_epoch(epoch)
+
+
+def _drawn_from(seed: int, sampler: Any) -> list[Any]:
+    """Return the order that a sampler draws from the numbers of a seed, and draw nothing."""
+    own: Any = getattr(sampler, "generator", None)
+    before = own.get_state() if own is not None else None
+    with seeded(seed):
+        if own is not None:
+            own.manual_seed(seed)
+        order = list(islice(sampler, len(sampler)))
+    if own is not None:
+        own.set_state(before)
+    return order
+
+
+def _given_seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def _draw_alike(loader: DataLoader[Any]) -> None:
+    """Let the replicas that predict take their parts of one order, in place.
+
+    Lightning gives each replica its part, of an order that each has drawn.
+    """
+    sampler: Any = getattr(own_batches(loader), "sampler", None)
+    if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
+        drawn: Any = sampler.dataset
+        draw = drawn.reset
+
+        def draw_alike() -> None:
+            with seeded(_given_seed()):
+                draw()
+
+        drawn.reset = draw_alike
 
 
 class EachOnce(DistributedSampler[Any]):
@@ -304,8 +373,14 @@ class EachOnce(DistributedSampler[Any]):
 class _EpochsBeginAlike(Callback):
     """Begins epochs alike on all ranks before callbacks draw, but none that is resumed inside."""
 
-    def __init__(self, agree: Callable[[], None], go_on: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        agree: Callable[[], None],
+        go_on: Callable[[], None],
+        go_on_after_validation: Callable[[], None],
+    ) -> None:
         self._agree, self._go_on = agree, go_on
+        self._go_on_after_validation = go_on_after_validation
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -315,6 +390,10 @@ class _EpochsBeginAlike(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._agree()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._go_on_after_validation()
 
 
 def _ordered(trainer: Trainer) -> list[OrderedBatches]:

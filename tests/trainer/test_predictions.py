@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import zarr
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_shard import PredictionWriter, predictions_in_order
 from lightning_shard.trainer.explain import explain
@@ -13,6 +14,7 @@ from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
 from tests.trainer.featured import Featured, loader, sample
 from tests.trainer.test_streams import Stream
+from tests.training import Fields
 
 MESHES = pytest.mark.parametrize(
     "domain", [(1,), (2,), (4,), (2, 2)], ids=["4x1", "2x2", "1x4", "1x(2x2)"]
@@ -68,12 +70,15 @@ def test_few_rows_move():
     assert writer.sent == (0, 0, 1, 2)[dist.get_rank()] * row
 
 
-@pytest.mark.quick_rows("4x1", "2x2")
+@pytest.mark.quick_rows("4x1-in order", "2x2-shuffled")
 @pytest.mark.spmd(4)
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 @MESHES
-def test_in_memory(domain):
-    runner = training.trainer(domain)
-    found = predictions_in_order(runner, runner.predict(Predicts(), loader(2, 7)))
+def test_in_memory(domain, shuffle):
+    runner, module = training.trainer(domain), Predicts()
+    torch.rand(dist.get_rank())  # each rank would draw another order
+    data = DataLoader(Fields(sample, 7), 2, shuffle=shuffle)
+    found = predictions_in_order(runner, runner.predict(module, data))
     assert len(found) == 7
     for one, field in zip(found, expected(7), strict=True):
         torch.testing.assert_close(one["field"], field, rtol=1e-10, atol=1e-12)

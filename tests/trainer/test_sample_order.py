@@ -128,6 +128,9 @@ class Reads(LightningModule):
         self.seen.append({name: numbers.tolist() for name, numbers in batch.items()})
         return self.weight.square()
 
+    def validation_step(self, batch, index):
+        pass
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
@@ -146,19 +149,28 @@ def two_loaders(size, mode, seed):
 @pytest.mark.parametrize("seed", [None, 11], ids=["torch's numbers", "numbers of each loader"])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
 @pytest.mark.parametrize(
-    ("fits", "reload"),
-    [((3,), 0), ((3,), 1), ((4,), 2), ((1, 3), 0)],
-    ids=["one fit", "loaders asked for in each epoch", "in each second", "two fits"],
+    ("fits", "options"),
+    [
+        ((3,), {}),
+        ((3,), {"reload_dataloaders_every_n_epochs": 1}),
+        ((4,), {"reload_dataloaders_every_n_epochs": 2}),
+        ((1, 3), {}),
+        ((3,), {"val_check_interval": 1}),
+    ],
+    ids=["one fit", "loaders asked for in each epoch", "in each second", "two fits", "validations"],
 )
-def test_two_loaders_that_shuffle_draw_as_in_one_process(mode, seed, fits, reload):
+def test_two_loaders_that_shuffle_draw_as_in_one_process(mode, seed, fits, options):
     """Each its own order, in each epoch and in each pass of the shorter one.
 
-    In an epoch that is not the first, Lightning begins loaders once more if it asked for them.
+    In an epoch that is not the first, Lightning begins loaders once more if it asked for them. The
+    loader of a validation draws, too, and then perhaps begins another pass of the shorter one.
     """
     torch.manual_seed(5)
     alone, module = Reads(), Reads()
     start = torch.get_rng_state()
-    options = {"reload_dataloaders_every_n_epochs": reload}
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **options}
+    if "val_check_interval" in options:
+        options["limit_val_batches"] = 1
     plain = Trainer(devices=1, plugins=LightningEnvironment(), **QUIET, **options)
     fit_each(plain, fits, alone, two_loaders(4, mode, seed))
     torch.set_rng_state(start)
@@ -178,7 +190,7 @@ def test_two_loaders_that_shuffle_draw_as_in_one_process(mode, seed, fits, reloa
 def fit_each(runner, epochs, module, loaders):
     for last in epochs:
         runner.fit_loop.max_epochs = last
-        runner.fit(module, loaders)
+        runner.fit(module, loaders, DataLoader(range(8), 2, shuffle=True))
 
 
 @pytest.mark.spmd(2)

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.distributed import device_mesh, distributed_c10d
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
 from torchmetrics import Metric
 from torchmetrics.regression import MeanSquaredError
 from torchmetrics.utilities import dim_zero_cat
@@ -134,7 +134,7 @@ def compare(
     runner = training.trainer(domain, strategy=strategy, **limits)
     found = getattr(runner, stage)(module, loaders(batch_size), verbose=False)
     replicas = dist.get_world_size() // runner.strategy.domain_size
-    make = None if make in (shuffled, distributed) else make
+    make = None if make in (shuffled, distributed, permuted) else make
     assert_equal(found, alone(stage, loaders(batch_size * replicas), **limits))
     if not limits and make is None:
         expected = [(loader, i) for loader, n in enumerate(samples) for i in range(n)]
@@ -147,6 +147,12 @@ def shuffled(data, size):
 
 def distributed(data, size):
     return DataLoader(data, size, sampler=DistributedSampler(data, shuffle=True))
+
+
+def permuted(data, size):
+    torch.rand(dist.get_rank())  # replicas have drawn other numbers before
+    own = torch.Generator().manual_seed(dist.get_rank()) if len(data) % 2 else None
+    return DataLoader(data, size, sampler=SubsetRandomSampler(range(len(data)), own))
 
 
 def whole_batches(data, size):
@@ -188,7 +194,11 @@ def some(cases, *sizes):
 
 
 def test_three_replicas(run_each):
-    run_each(3, compare, some(SIZES, 1, 2) | {"fewer samples": {"batch_size": 1, "samples": (2,)}})
+    others = {
+        "fewer samples": {"batch_size": 1, "samples": (2,)},
+        "a sampler that draws": {"batch_size": 2, "samples": (13, 6), "make": permuted},
+    }
+    run_each(3, compare, some(SIZES, 1, 2) | others)
 
 
 @pytest.mark.slow
