@@ -44,7 +44,7 @@ from lightning_shard.trainer.metrics_once import count_metrics_over
 from lightning_shard.trainer.on_mesh import OnMesh, register
 from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts
 from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
-from lightning_shard.trainer.sample_order import Stride, count_replicas_in
+from lightning_shard.trainer.replica_samplers import Stride, count_replicas_in
 from lightning_shard.trainer.split_summary import split_summary
 
 

@@ -7,10 +7,9 @@ has drawn meanwhile, say for a picture, change nothing.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from lightning_shard.lightning import (
     LightningModule,
     Trainer,
     TrainerFn,
-    UnrepeatedDistributedSamplerWrapper,
     pl_worker_init_function,
     rank_zero_warn,
 )
@@ -55,9 +53,15 @@ from lightning_shard.trainer.ordered_batches import (
 )
 from lightning_shard.trainer.random_state import (
     random_state,
-    seeded,
     share_random_state,
     share_seeded_state,
+)
+from lightning_shard.trainer.replica_samplers import (
+    EachOnce,
+    Stride,
+    count_replicas_in,
+    draw_alike,
+    given_seed,
 )
 
 
@@ -133,7 +137,7 @@ class SampleOrder:
         count_replicas_in(loader.sampler, self._replicas, self._replica)
         if self._replicas > 1:
             if self._trainer.state.fn == TrainerFn.PREDICTING:
-                _draw_alike(loader)
+                draw_alike(loader)
             elif self._asked:
                 loader = self._of_replica(loader)
             if not self._trainer.training and not self._repeat:
@@ -185,7 +189,7 @@ class SampleOrder:
             )
         place = (self._replicas, self._replica)
         # as an epoch of training begins, replicas agree on their numbers
-        seed = None if self._trainer.training else _given_seed()
+        seed = None if self._trainer.training else given_seed()
         return with_sampler(loader, Stride(sampler, *place, seed))
 
     def _read_each_once(self, loader: DataLoader[Any]) -> None:
@@ -248,126 +252,6 @@ class SampleOrder:
                 common = CommonDraws([batches.loader for batches in ordered], numbers[0][0])
                 for batches, agreed in zip(ordered, numbers[0], strict=True):
                     batches.agreed, batches.common = agreed, common
-
-
-def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
-    """Let a sampler that counts all ranks, as torch's does by default, count data replicas."""
-    if type(sampler) is not DistributedSampler or sampler.num_replicas == replicas:
-        return
-    if sampler.num_replicas == dist.get_world_size():
-        epoch, options = sampler.epoch, (sampler.shuffle, sampler.seed, sampler.drop_last)
-        DistributedSampler.__init__(sampler, sampler.dataset, replicas, replica, *options)
-        sampler.epoch = epoch
-
-
-class Stride(DistributedSampler[Any]):
-    """Yields the samples of one replica, in the order that a sampler draws for all.
-
-    It draws as many numbers as the sampler, so that what is drawn next is as in one process.
-
-    Attributes:
-        whole: The sampler that draws for all.
-    """
-
-    def __init__(self, whole: Any, replicas: int, replica: int, seed: int | None = None) -> None:
-        """Take every n-th sample.
-
-        Args:
-            whole: The sampler that draws for all.
-            replicas: Number of data replicas.
-            replica: The replica whose samples these are.
-            seed: Begins the numbers from which the order is drawn on all replicas; None: all have
-                the same numbers.
-        """
-        super().__init__(whole, replicas, replica, shuffle=False)
-        self.whole, self._seed = whole, seed
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        alike = None
-        if self._seed is not None:
-            alike = _drawn_from(self._seed + self.epoch, self.whole)
-        whole = iter(self.whole)
-        order = list(islice(whole, len(self.whole)))
-        yield from ((alike or order)[place] for place in super().__iter__())
-        next(whole, None)  # torch's samplers draw once more at their end, if they are read so far
-
-    @override
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch to the sampler that draws for all."""
-        super().set_epoch(epoch)
-        if hasattr(self.whole, "set_epoch"):
-            self.whole.set_epoch(epoch)
-
-
-def _drawn_from(seed: int, sampler: Any) -> list[Any]:
-    """Return the order that a sampler draws from the numbers of a seed, and draw nothing."""
-    own: Any = getattr(sampler, "generator", None)
-    before = own.get_state() if own is not None else None
-    with seeded(seed):
-        if own is not None:
-            own.manual_seed(seed)
-        order = list(islice(sampler, len(sampler)))
-    if own is not None:
-        own.set_state(before)
-    return order
-
-
-def _given_seed() -> int:
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-def _draw_alike(loader: DataLoader[Any]) -> None:
-    """Let the replicas that predict take their parts of one order, in place.
-
-    Lightning gives each replica its part, of an order that each has drawn.
-    """
-    sampler: Any = getattr(own_batches(loader), "sampler", None)
-    if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
-        drawn: Any = sampler.dataset
-        draw = drawn.reset
-
-        def draw_alike() -> None:
-            with seeded(_given_seed()):
-                draw()
-
-        drawn.reset = draw_alike
-
-
-class EachOnce(DistributedSampler[Any]):
-    """Yields the samples of one replica without those that fill it up to as many as others have.
-
-    Attributes:
-        repeats: True if it yields those, too.
-    """
-
-    def __init__(self, filled: DistributedSampler[Any], *, whole_batches: bool) -> None:
-        """Leave out what `filled` repeats.
-
-        Args:
-            filled: Yields every n-th sample; in the order of all, those that it repeats are last.
-            whole_batches: True if samples that fill no batch are dropped, as `drop_last=True` of a
-                loader: then replicas have the same number of samples.
-        """
-        vars(self).update(vars(filled))
-        samples = len(filled.dataset)  # pyright: ignore[reportArgumentType]
-        mine = len(range(filled.rank, samples, filled.num_replicas))
-        number = samples // filled.num_replicas if whole_batches else mine
-        self._filled, self._number = filled, min(number, len(filled))
-        self.repeats = False
-
-    @override
-    def __len__(self) -> int:
-        return len(self._filled) if self.repeats else self._number
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._filled, len(self))
-
-    @override
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch to the sampler that is filled up."""
-        self._filled.set_epoch(epoch)
 
 
 class _EpochsBeginAlike(Callback):

@@ -26,7 +26,7 @@ from lightning_shard.trainer.host import (
 )
 from lightning_shard.trainer.logged_values import LoggedValues
 from lightning_shard.trainer.partial_step import PartialStep
-from lightning_shard.trainer.sample_order import EachOnce
+from lightning_shard.trainer.replica_samplers import EachOnce
 from lightning_shard.trainer.sharding import copies
 from lightning_shard.trainer.steps import Steps
 from lightning_shard.trainer.streams import UnevenBatch, end_together, end_with_the_longest
