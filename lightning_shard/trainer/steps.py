@@ -1,7 +1,7 @@
 """Works around the steps of Lightning's loops: the mean of gradients, and FSDP2's shards."""
 
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,14 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import PlainGradients, plain_gradients_of
 from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.fsdp.unused_parameters import UnusedParameters, unused_parameters_of
-from lightning_shard.lightning import LightningModule, Trainer, rank_zero_info
+from lightning_shard.lightning import LightningModule, Trainer, is_overridden, rank_zero_info
 from lightning_shard.ops.elementwise.whole_gradients import whole_gradients
 from lightning_shard.processes.mesh import domain_mesh
 from lightning_shard.processes.replica_world import replica_world
+from lightning_shard.trainer.host import callbacks_of
 from lightning_shard.trainer.manual_backward import ManualBackward
 
 
@@ -36,6 +38,13 @@ def use_no_grad(trainer: Trainer) -> None:
         )
     for loop in loops:
         loop.inference_mode = False
+
+
+def accumulating(module: nn.Module, trainer: Trainer | None) -> AbstractContextManager[None]:
+    """Leave gradients unreduced inside, unless a hook reads them after each backward pass."""
+    owners = [] if trainer is None else [trainer.lightning_module, *callbacks_of(trainer)]
+    is_read = any(is_overridden("on_after_backward", owner) for owner in owners)
+    return nullcontext() if is_read else no_sync(module)
 
 
 class Steps:

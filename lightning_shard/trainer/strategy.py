@@ -23,7 +23,6 @@ from lightning_shard.data.split import shard_batch
 from lightning_shard.domain.wire import BEFORE_EXCHANGE
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.materialize import is_deferred
-from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.fsdp.plain_gradients import leave_plain_gradients
 from lightning_shard.fsdp.refuse_shards import BEFORE_SHARD_EXCHANGE
 from lightning_shard.lightning import (
@@ -73,7 +72,7 @@ from lightning_shard.trainer.resumed_callbacks import end_as_saved, train_as_sav
 from lightning_shard.trainer.resumed_loops import end_saved_step
 from lightning_shard.trainer.sample_order import SampleOrder
 from lightning_shard.trainer.split_summary import split_summary
-from lightning_shard.trainer.steps import use_no_grad
+from lightning_shard.trainer.steps import accumulating, use_no_grad
 from lightning_shard.trainer.streams import count_as_the_longest, end_together
 from lightning_shard.trainer.uneven_evaluation import UnevenEvaluation
 from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
@@ -375,8 +374,8 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Leave gradients unreduced while a batch is accumulated."""
-        with no_sync(self._module):
+        """Leave gradients unreduced while a batch is accumulated, where no hook reads them."""
+        with accumulating(self._module, trainer_of(self.lightning_module)):
             yield
 
     @override

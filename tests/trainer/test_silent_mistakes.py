@@ -5,6 +5,7 @@ Each was seen on Lightning's own strategies for sharded models.
 
 import copy
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard import whole_parameters
 from lightning_shard.checkpoint.state import full_module_state
@@ -380,6 +382,34 @@ def test_hooks_of_parameters_that_are_registered_late():
     assert_same_state(module, alone)
     with pytest.raises(NotImplementedError, match=r"weight of Conv2d has a hook .*'none'"):
         fit_sharded(HookedLate(), (2,), strategy={"sharding": "full"})
+
+
+class NotesGradients(Featured):
+    """A hook that runs after each backward pass, also between two steps."""
+
+    def on_after_backward(self):
+        for p in self.parameters():
+            value = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            self.noted.append(value.norm())
+
+
+class NotesOfACallback(Callback):
+    def on_after_backward(self, trainer, module):
+        NotesGradients.on_after_backward(module)
+
+
+@pytest.mark.parametrize("kind", ["module", "callback"])
+@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.spmd(2)
+def test_gradients_after_each_backward_of_an_accumulated_batch(sharding, kind):
+    runs = []
+    for fit in (fit_alone, partial(fit_sharded, domain=(2,), strategy={"sharding": sharding})):
+        module = (NotesGradients if kind == "module" else Featured)()
+        module.noted = []
+        callbacks = [NotesOfACallback()] if kind == "callback" else []
+        fit(module, accumulate_grad_batches=3, limit_train_batches=5, callbacks=callbacks)
+        runs.append(torch.stack(module.noted))
+    torch.testing.assert_close(*runs, rtol=1e-9, atol=0)
 
 
 class Flattens(Featured):
