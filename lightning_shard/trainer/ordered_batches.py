@@ -14,11 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
-from lightning_shard.lightning import Trainer, TrainerFn, rank_zero_warn
+from lightning_shard.lightning import (
+    Trainer,
+    TrainerFn,
+    rank_zero_warn,
+)
 from lightning_shard.trainer.hidden import hidden
 from lightning_shard.trainer.host import hook_of
-from lightning_shard.trainer.random_state import random_state, same_numbers, set_random_state
+from lightning_shard.trainer.random_state import (
+    random_state,
+    same_numbers,
+    set_random_state,
+    storable,
+)
 
 CPU = torch.device("cpu")
 
@@ -46,9 +56,18 @@ class CommonDraws:
         self._loaders, self.state = loaders, agreed
         self._seeded = 0  # loaders that have drawn the seed of their workers
         self._read = set[int]()  # loaders that have drawn an order
+        self._is_resumed = False
+
+    def go_on(self, resumed: Numbers | None) -> None:
+        """Go on with the numbers of the run that is resumed, in which all loaders were read."""
+        if self._is_resumed:
+            return
+        self._is_resumed = True
+        self.state = (resumed or {}).get("next", self.state)
+        self._seeded, self._read = len(self._loaders), {*range(len(self._loaders))}
 
     @contextmanager
-    def of_pass(self, loader: DataLoader[Any], seeded: bool = False) -> Generator[None]:
+    def of_pass(self, loader: DataLoader[Any], *, seeded: bool = False) -> Generator[None]:
         """Go on with the numbers that this loader draws next; inside, it draws its order.
 
         Args:
@@ -71,8 +90,10 @@ class CommonDraws:
         self.state = random_state(CPU)
 
 
-class OrderedBatches:
-    """Yields the batches of a training loader, in an order drawn from known random numbers.
+class Order:
+    """The order of a training loader, and the numbers from which it is drawn.
+
+    `OrderedBatches` is that of a loader with indices, `StreamOrder` that of a stream.
 
     Attributes:
         agreed: The state of the sampler's own generator on all ranks, for the next pass.
@@ -90,7 +111,7 @@ class OrderedBatches:
         resumed: Callable[[], Numbers | None],
         saved: Callable[[], Tensor | None],
     ) -> None:
-        """Take the place of the loader's batch sampler.
+        """Follow a loader.
 
         Args:
             loader: A training loader of the trainer.
@@ -101,17 +122,15 @@ class OrderedBatches:
                 resumed.
         """
         self.common: CommonDraws | None = None
-        self.inner: Any = loader.batch_sampler
         self.loader, self.trainer, self.generator = loader, trainer, generator
         self.resumed, self.saved = resumed, saved
         self.agreed: Numbers | None = None
         self.drawn_from: Numbers | None = None
         self.has_begun, self._passes = False, 0
 
-    def __iter__(self) -> Iterator[Any]:
-        self.has_begun = True
-        # a loader with workers asks twice, and reads one
-        return self._one_pass(self.agreed, self.common)
+    def put_into_loader(self, until_end: ExitStack) -> None:
+        """Let the loader follow this order, in place, until the stage ends."""
+        raise NotImplementedError
 
     def begin_epoch(self) -> None:
         """Note that the pass over the loader that comes next has not begun."""
@@ -121,25 +140,37 @@ class OrderedBatches:
         """Return the numbers from which the order of this epoch was drawn.
 
         They are empty if the pass has begun and drawn the seed of workers, but no order yet, and
-        None if it has not begun.
+        None if it has not begun. In a cycle they are those of the last pass. On data replicas
+        "next" has the numbers of the next pass.
         """
-        return {} if self.has_begun and self.drawn_from is None else self.drawn_from
+        found = {} if self.has_begun and self.drawn_from is None else self.drawn_from
+        if not found or self.common is None:
+            return found
+        return found | {"next": storable(self.common.state)}
 
-    def _read_before(self) -> int | None:
-        """Count the batches of the epoch that is resumed which were read; None if one begins."""
+    def read_in_epoch(self) -> int | None:
+        """Count the batches of the resumed epoch that were read; None where none is left to read.
+
+        None, too, where no epoch is resumed, or this loader has begun another pass.
+        """
         loop = self.trainer.fit_loop
         goes_on = loop.restarting or (loop.is_resuming and self.resumed() is not None)
         if self._passes or not self.trainer.training or not goes_on:
             return None
-        current: Any = loop.epoch_loop.batch_progress.current  # Lightning: its base class
-        read = current.processed  # one more may have begun
-        if read >= len(self):  # the epoch was at its end
-            return None
+        progress = loop.epoch_loop.batch_progress
+        current: Any = progress.current  # Lightning: its base class
+        return None if progress.is_last_batch else current.processed  # one more may have begun
+
+    def read_in_pass(self) -> int | None:
+        """Count the batches of the resumed pass that were read; None if a pass begins."""
+        read, length = self.read_in_epoch(), _length(self.loader)
+        if read and length:  # the epoch may read a short loader several times
+            read = read % length or None
         return read if read or self.resumed() is not None else None
 
     def is_resumed(self) -> bool:
         """Return True if the pass that begins now had begun before the run was resumed."""
-        return self._read_before() is not None
+        return self.read_in_pass() is not None
 
     def numbers(self) -> Numbers:
         """Read what the generators of this process, and the sampler's own, will draw next."""
@@ -154,8 +185,40 @@ class OrderedBatches:
             if self.agreed is not None:
                 self.agreed = self.agreed | {"sampler": saved}
 
+    def _set(self, numbers: Numbers) -> None:
+        set_random_state(numbers, CPU)
+        if self.generator is not None and numbers["sampler"] is not None:
+            self.generator.set_state(numbers["sampler"])
+
+
+class OrderedBatches(Order):
+    """Yields the batches of a loader, in an order drawn from known random numbers.
+
+    It takes the place of the loader's batch sampler, or of its sampler where that yields batches.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *rest: Any) -> None:
+        """Follow a loader; `rest` is what `Order` takes."""
+        super().__init__(loader, *rest)
+        self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self.inner: Any = getattr(loader, self._name)
+
+    @override
+    def put_into_loader(self, until_end: ExitStack) -> None:
+        """Take the place of what yields the indices, in place, until the stage ends."""
+        # DataLoader refuses a plain assignment
+        until_end.callback(object.__setattr__, self.loader, self._name, self.inner)
+        object.__setattr__(self.loader, self._name, self)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.has_begun = True
+        # a loader with workers asks twice, and reads one
+        return self._one_pass(self.agreed, self.common)
+
     def _one_pass(self, agreed: Numbers | None, common: CommonDraws | None) -> Iterator[Any]:
-        read, before = self._read_before(), self.numbers()
+        read, before = self.read_in_pass(), self.numbers()
+        if common is not None and self.read_in_epoch():
+            common.go_on(self.resumed())
         self._passes += 1
         if read is not None and self.resumed() != {}:
             first, batches = self._drawn_again(read)
@@ -168,7 +231,11 @@ class OrderedBatches:
                     draw_seed(self.generator)
             if read is not None:
                 self.restore()
-            with nullcontext() if common is None else common.of_pass(self.loader, read is not None):
+            with (
+                nullcontext()
+                if common is None
+                else common.of_pass(self.loader, seeded=read is not None)
+            ):
                 used = self.drawn_from = self.numbers()
                 first, batches = self._drawn()
             if not same_numbers(before, used):
@@ -195,11 +262,6 @@ class OrderedBatches:
         batches = iter(self.inner)
         return list(islice(batches, read, read + 1)), batches
 
-    def _set(self, numbers: Numbers) -> None:
-        set_random_state(numbers, CPU)
-        if self.generator is not None and numbers["sampler"] is not None:
-            self.generator.set_state(numbers["sampler"])
-
     def __len__(self) -> int:
         return len(self.inner)
 
@@ -207,6 +269,20 @@ class OrderedBatches:
         if "inner" not in self.__dict__:  # a copy is made
             raise AttributeError(name)
         return getattr(self.__dict__["inner"], name)
+
+
+def order_of(loader: DataLoader[Any]) -> Order | None:
+    """Return the order that a loader follows; None if it follows none of ours."""
+    places = (loader.batch_sampler, loader.sampler, getattr(type(loader), "order", None))
+    return next((place for place in places if isinstance(place, Order)), None)
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    """Return the number of batches; None if it is not known before they are read."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def draw_seed(generator: torch.Generator | None) -> None:
@@ -233,10 +309,10 @@ class LateStart:
 
     def __init__(self) -> None:
         self.is_over = False
-        self._loaders: list[tuple[DataLoader[Any], type[DataLoader[Any]], OrderedBatches]] = []
+        self._loaders: list[tuple[DataLoader[Any], type[DataLoader[Any]], Order]] = []
         self._begun: dict[int, Iterator[Any]] = {}
 
-    def put_off(self, loader: DataLoader[Any], batches: OrderedBatches) -> type[DataLoader[Any]]:
+    def put_off(self, loader: DataLoader[Any], batches: Order) -> type[DataLoader[Any]]:
         """Return a class for the loader, of which a pass begins when its first batch is read."""
         cls = type(loader)
         self._loaders.append((loader, cls, batches))
@@ -260,26 +336,23 @@ class LateStart:
 
 
 def put_into(
-    loader: DataLoader[Any], batches: OrderedBatches, until_end: ExitStack, late: LateStart | None
+    loader: DataLoader[Any], order: Order, until_end: ExitStack, late: LateStart | None
 ) -> None:
-    """Let a loader read `batches`, in place, until the stage ends.
+    """Let a loader follow `order`, in place, until the stage ends.
 
     Args:
-        loader: The loader of these batches.
-        batches: The batches in order.
+        loader: The loader of this order.
+        order: Its order.
         until_end: Closed when the stage of the trainer ends.
         late: Begins the loader, unless Lightning does.
     """
-    until_end.callback(_replace, loader, loader.batch_sampler, type(loader))
-    _replace(loader, batches, late.put_off(loader, batches) if late else type(loader))
+    # else a resumed pass begins too early (tests/checkpoint/test_resume.py)
+    until_end.callback(setattr, loader, "__class__", type(loader))
+    order.put_into_loader(until_end)
     if late:
+        loader.__class__ = late.put_off(loader, order)
         # Lightning warns that a loader without `state_dict` cannot be resumed
         until_end.enter_context(hidden("You're resuming from a checkpoint that ended before"))
-
-
-def _replace(loader: DataLoader[Any], batches: Any, cls: type) -> None:
-    object.__setattr__(loader, "batch_sampler", batches)  # DataLoader refuses a plain assignment
-    loader.__class__ = cls  # else a resumed pass begins too early (tests/checkpoint/test_resume.py)
 
 
 def begins_loaders_anew(trainer: Trainer) -> bool:

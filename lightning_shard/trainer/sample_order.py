@@ -46,9 +46,11 @@ from lightning_shard.trainer.ordered_batches import (
     CommonDraws,
     LateStart,
     Numbers,
+    Order,
     OrderedBatches,
     begins_loaders_anew,
     generator_of,
+    order_of,
     put_into,
 )
 from lightning_shard.trainer.random_state import (
@@ -63,6 +65,7 @@ from lightning_shard.trainer.replica_samplers import (
     draw_alike,
     given_seed,
 )
+from lightning_shard.trainer.stream_order import StreamOrder
 
 
 class SampleOrder:
@@ -71,7 +74,7 @@ class SampleOrder:
     def __init__(self) -> None:
         """Begin without a trainer."""
         self._asked: bool | None = None  # whether the user lets samplers be replaced
-        self._ordered: list[OrderedBatches] = []  # batches of the training loaders
+        self._ordered: list[Order] = []  # those of the training loaders
         self._since: int | None = None  # the epoch for which Lightning asked for them
         self._late = LateStart()
         self._until_end = ExitStack()
@@ -128,8 +131,8 @@ class SampleOrder:
         if self._trainer.training:
             if self._since != self._trainer.current_epoch:
                 self._ordered, self._since = [], self._trainer.current_epoch
-            if isinstance(loader.batch_sampler, OrderedBatches):  # an earlier epoch had it, too
-                self._order(loader.batch_sampler)
+            if (order := order_of(loader)) is not None:  # an earlier epoch had it, too
+                self._order(order)
                 return loader
         if isinstance(loader.sampler, Stride):  # a `CombinedLoader` keeps it from another stage
             loader = with_sampler(loader, loader.sampler.whole)
@@ -143,19 +146,19 @@ class SampleOrder:
             if not self._trainer.training and not self._repeat:
                 self._read_each_once(loader)
         self._begin_workers(loader)
-        plain = loader.batch_sampler is not None and not hasattr(loader, "state_dict")
-        if self._trainer.training and plain:
+        if self._trainer.training and not hasattr(loader, "state_dict"):
             here = len(self._ordered)
-            batches = OrderedBatches(
+            cls = StreamOrder if isinstance(loader.dataset, IterableDataset) else OrderedBatches
+            order = cls(
                 loader, self._trainer, generator, partial(resumed, here), partial(saved, here)
             )
             begins_late = late and not self._late.is_over
-            put_into(loader, batches, self._until_end, self._late if begins_late else None)
-            self._order(batches)
+            put_into(loader, order, self._until_end, self._late if begins_late else None)
+            self._order(order)
         return loader
 
-    def _order(self, batches: OrderedBatches) -> None:
-        self._ordered.append(batches)
+    def _order(self, order: Order) -> None:
+        self._ordered.append(order)
         self._agree(self._ordered)
 
     def drawn_from(self) -> list[Numbers | None]:
@@ -233,7 +236,7 @@ class SampleOrder:
                 if batches.common is not None:
                     batches.common.state = numbers[0]
 
-    def _agree(self, found: Sequence[OrderedBatches] | None = None) -> None:
+    def _agree(self, found: Sequence[Order] | None = None) -> None:
         share_random_state(self._domain, self._device)
         begins = found is None  # an epoch
         has_begun = (
@@ -280,7 +283,7 @@ class _EpochsBeginAlike(Callback):
         self._go_on_after_validation()
 
 
-def _ordered(trainer: Trainer) -> list[OrderedBatches]:
-    loaders = tree_leaves(trainer.train_dataloader)
-    found = (getattr(loader, "batch_sampler", None) for loader in loaders)
-    return [batches for batches in found if isinstance(batches, OrderedBatches)]
+def _ordered(trainer: Trainer) -> list[Order]:
+    leaves = tree_leaves(trainer.train_dataloader)
+    orders = [order_of(leaf) for leaf in leaves if isinstance(leaf, DataLoader)]
+    return [order for order in orders if order is not None]
