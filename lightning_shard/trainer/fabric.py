@@ -39,12 +39,17 @@ from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered
-from lightning_shard.trainer.host import FabricScriptLauncher, with_sampler
+from lightning_shard.trainer.host import FabricScriptLauncher
 from lightning_shard.trainer.metrics_once import count_metrics_over
 from lightning_shard.trainer.on_mesh import OnMesh, register
 from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts
 from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
-from lightning_shard.trainer.replica_samplers import Stride, count_replicas_in
+from lightning_shard.trainer.replica_samplers import (
+    Stride,
+    count_replicas_in,
+    own_sampler,
+    with_sampler,
+)
 from lightning_shard.trainer.split_summary import split_summary
 
 
@@ -232,7 +237,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         """Return a loader of this rank's samples, whose batches are split over the domain."""
         wanted, self._samplers_wanted = self._samplers_wanted, False
         loader = copy.copy(dataloader)
-        sampler: Any = loader.sampler
+        sampler = own_sampler(loader)
         replica = self.processes.replica(self.global_rank)
         count_replicas_in(sampler, self.replicas, replica)
         whole = isinstance(sampler, DistributedSampler) or isinstance(

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.lightning import (
@@ -34,7 +34,6 @@ from lightning_shard.lightning import (
     Trainer,
     TrainerSubprocessLauncher,
     is_param_in_hook_signature,
-    update_dataloader,
 )
 from lightning_shard.processes.cpu_settings import share_cores
 from lightning_shard.processes.failures.orphans import begin_to_start
@@ -170,11 +169,6 @@ def inject_samplers(trainer: Trainer, inject: bool) -> bool:
     before: bool = connector.use_distributed_sampler
     connector.use_distributed_sampler = inject
     return before
-
-
-def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
-    """Make a loader like `loader` that reads what `sampler` says."""
-    return update_dataloader(loader, sampler)
 
 
 def own_batches(loader: DataLoader[Any]) -> Any:

@@ -29,6 +29,7 @@ from lightning_shard.trainer.random_state import (
     set_random_state,
     storable,
 )
+from lightning_shard.trainer.replica_samplers import refuse_unread
 
 CPU = torch.device("cpu")
 
@@ -260,7 +261,9 @@ class OrderedBatches(Order):
     def _drawn(self, read: int = 0) -> tuple[list[Any], Iterator[Any]]:
         """Return the first batch, with which an order is drawn, and those after it."""
         batches = iter(self.inner)
-        return list(islice(batches, read, read + 1)), batches
+        first = list(islice(batches, read, read + 1))
+        refuse_unread(self.inner)
+        return first, batches
 
     def __len__(self) -> int:
         return len(self.inner)

@@ -6,12 +6,29 @@ from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
-from lightning_shard.lightning import UnrepeatedDistributedSamplerWrapper
+from lightning_shard.lightning import UnrepeatedDistributedSamplerWrapper, update_dataloader
 from lightning_shard.trainer.host import own_batches
 from lightning_shard.trainer.random_state import seeded
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
+    """Make a loader like `loader` that reads what `sampler` says."""
+    found = update_dataloader(loader, sampler)
+    batches: Any = loader.batch_sampler
+    if type(batches) is BatchSampler and loader.batch_size is None:
+        # Lightning forgets the batches that a loader was given; DataLoader refuses an assignment
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        for name, value in (("batch_sampler", batches), ("batch_size", None)):
+            object.__setattr__(found, name, value)
+    return found
+
+
+def own_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of a loader's samples; that of its batches, where it was given batches."""
+    return getattr(own_batches(loader), "sampler", loader.sampler)
 
 
 def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
@@ -31,6 +48,7 @@ class Stride(DistributedSampler[Any]):
 
     Attributes:
         whole: The sampler that draws for all.
+        is_read: True once something has asked for its samples.
     """
 
     def __init__(self, whole: Any, replicas: int, replica: int, seed: int | None = None) -> None:
@@ -45,9 +63,14 @@ class Stride(DistributedSampler[Any]):
         """
         super().__init__(whole, replicas, replica, shuffle=False)
         self.whole, self._seed = whole, seed
+        self.is_read = False
 
     @override
     def __iter__(self) -> Iterator[Any]:
+        self.is_read = True
+        return self._samples()
+
+    def _samples(self) -> Iterator[Any]:
         alike = None
         if self._seed is not None:
             alike = _drawn_from(self._seed + self.epoch, self.whole)
@@ -62,6 +85,22 @@ class Stride(DistributedSampler[Any]):
         super().set_epoch(epoch)
         if hasattr(self.whole, "set_epoch"):
             self.whole.set_epoch(epoch)
+
+
+def refuse_unread(batches: Any) -> None:
+    """Refuse batches that have been drawn without the sampler that divides them among replicas.
+
+    Raises:
+        ValueError: A batch sampler of the user's own class does not read its sampler.
+    """
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, Stride) and not sampler.is_read:
+        raise ValueError(
+            f"{type(batches).__name__} makes batches without reading its `sampler`, so all "
+            f"{sampler.num_replicas} data replicas would read the same samples; let it read "
+            "`self.sampler`, or make the Trainer with use_distributed_sampler=False and let it "
+            "yield those of its replica (trainer.distributed_sampler_kwargs)."
+        )
 
 
 def _drawn_from(seed: int, sampler: Any) -> list[Any]:

@@ -39,7 +39,6 @@ from lightning_shard.trainer.host import (
     add_once,
     inject_samplers,
     own_batches,
-    with_sampler,
 )
 from lightning_shard.trainer.ordered_batches import (
     CPU,
@@ -64,6 +63,8 @@ from lightning_shard.trainer.replica_samplers import (
     count_replicas_in,
     draw_alike,
     given_seed,
+    own_sampler,
+    with_sampler,
 )
 from lightning_shard.trainer.stream_order import StreamOrder
 
@@ -134,10 +135,11 @@ class SampleOrder:
             if (order := order_of(loader)) is not None:  # an earlier epoch had it, too
                 self._order(order)
                 return loader
-        if isinstance(loader.sampler, Stride):  # a `CombinedLoader` keeps it from another stage
-            loader = with_sampler(loader, loader.sampler.whole)
+        sampler = own_sampler(loader)
+        if isinstance(sampler, Stride):  # a `CombinedLoader` keeps it from another stage
+            loader = with_sampler(loader, sampler.whole)
         generator = generator_of(loader)
-        count_replicas_in(loader.sampler, self._replicas, self._replica)
+        count_replicas_in(own_sampler(loader), self._replicas, self._replica)
         if self._replicas > 1:
             if self._trainer.state.fn == TrainerFn.PREDICTING:
                 draw_alike(loader)
@@ -180,7 +182,7 @@ class SampleOrder:
         self._until_end.close()
 
     def _of_replica(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        sampler: Any = loader.sampler
+        sampler = own_sampler(loader)
         data: Any = loader.dataset
         if isinstance(sampler, DistributedSampler) or isinstance(data, IterableDataset):
             return loader
@@ -199,7 +201,7 @@ class SampleOrder:
         """Take from a loader, in place, the samples that its sampler repeats to fill a replica."""
         batches = own_batches(loader)
         sampler: Any = getattr(batches, "sampler", None)
-        if type(sampler) in (DistributedSampler, Stride) and type(batches) is BatchSampler:
+        if type(sampler) in (DistributedSampler, Stride) and isinstance(batches, BatchSampler):
             batches.sampler = EachOnce(sampler, whole_batches=batches.drop_last)
             self._until_end.callback(setattr, batches, "sampler", sampler)
 

@@ -15,7 +15,7 @@ from lightning.fabric.plugins import DoublePrecision
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 import lightning_shard
 from lightning_shard import FabricShardStrategy, HybridShardStrategy, ShardingOptions
@@ -202,6 +202,14 @@ def test_collectives_count_samples_once():
     batch = next(iter(fabric.setup_dataloaders(DataLoader(torch.randn(4, 1, 6, 5), 2))))
     with pytest.raises(lightning_shard.UnsupportedOperationError, match="gather"):
         fabric.all_gather(batch)
+
+
+@pytest.mark.spmd(2)
+def test_batches_of_a_batch_sampler_are_divided():
+    fabric = fabric_of(FabricShardStrategy())
+    given = DataLoader(range(8), batch_sampler=BatchSampler(range(7, -1, -1), 2, False))
+    read = torch.stack(list(fabric.setup_dataloaders(given)))
+    assert fabric.all_gather(read).tolist() == [[[7, 5], [3, 1]], [[6, 4], [2, 0]]]
 
 
 @pytest.mark.spmd(2)

@@ -15,7 +15,13 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_shard import RepeatSamples
 from lightning_shard.trainer.sample_order import SampleOrder
@@ -203,3 +209,103 @@ def test_a_combined_loader_is_read_whole_where_replicas_had_read_it():
         assert len(module.seen) == steps
     first = [step["a"][0] for step in module.seen]
     assert first == [[0, 4], [1, 5]][dist.get_rank()]
+
+
+class ReadsOne(Reads):
+    def training_step(self, batch, index):
+        assert batch.shape[0] == 2
+        self.seen.append(batch.flatten().tolist())
+        return self.weight.square()
+
+    def test_step(self, batch, index):
+        self.training_step(batch, index)
+
+
+def weighted(samples):
+    weights = torch.arange(1.0, samples + 1).tolist()
+    return WeightedRandomSampler(weights, samples, generator=torch.Generator().manual_seed(3))
+
+
+OWN_SAMPLERS = {
+    "random": lambda: RandomSampler(range(8)),
+    "weighted": lambda: weighted(8),
+    "in reversed order": lambda: range(7, -1, -1),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("made_by", ["script", "module"])
+@pytest.mark.parametrize("stage", ["fit", "test"])
+@pytest.mark.parametrize("name", OWN_SAMPLERS)
+def test_batches_of_a_batch_sampler_are_divided(name, stage, made_by):
+    """Lightning gives replicas samples in another order, and forgets to make batches of them.
+
+    `DataLoader.sampler` is none of the user's where the loader was given a batch sampler.
+    """
+    torch.manual_seed(5)
+    module = ReadsOne()
+    runner = training.trainer((1,), max_epochs=1)
+
+    def loader():
+        return DataLoader(range(8), batch_sampler=BatchSampler(OWN_SAMPLERS[name](), 2, False))
+
+    if made_by == "script":
+        getattr(runner, stage)(module, loader())
+    else:  # Lightning notes how a loader is made in this hook
+        module.train_dataloader = module.test_dataloader = loader
+        getattr(runner, stage)(module)
+    found = [None, None]
+    dist.all_gather_object(found, module.seen)
+    read = [
+        [n for pair in zip(*both, strict=True) for n in pair] for both in zip(*found, strict=True)
+    ]
+    numbers = [n for batch in read for n in batch]
+    assert len(numbers) == 8
+    if name == "weighted":
+        assert len({*numbers}) < 8
+        assert stage == "test" or numbers == list(weighted(8))
+    elif name == "random":
+        assert sorted(numbers) == list(range(8)) != numbers
+    else:
+        assert numbers == list(range(7, -1, -1))
+
+
+@pytest.mark.spmd(2)
+def test_a_distributed_sampler_in_a_batch_sampler_counts_replicas():
+    own = DistributedSampler(range(8), shuffle=False)  # counts all ranks
+    loader = DataLoader(range(8), batch_sampler=BatchSampler(own, 2, False))
+    found, _, _ = given(loader, replicas=1, replica=0, stage=TrainerFn.TESTING)
+    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+class Pairs(BatchSampler):
+    """A batch sampler of the user: the samples of a batch are neighbours in its order."""
+
+    def __iter__(self):
+        yield from torch.tensor(list(self.sampler)).split(self.batch_size)
+
+
+class OwnOrder(BatchSampler):
+    """A batch sampler of the user that reads no sampler."""
+
+    def __iter__(self):
+        yield from torch.arange(8).split(self.batch_size)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_evaluation_reads_each_sample_once_by_batches_of_the_user(replica):
+    loader = DataLoader(range(5), batch_sampler=Pairs(range(5), 2, False))
+    found, order, _ = given(loader, replicas=2, replica=replica)
+    assert [batch.tolist() for batch in found] == [[[0, 2], [4]], [[1, 3]]][replica]
+    order.end_stage()
+
+
+@pytest.mark.spmd(2)
+def test_a_batch_sampler_that_gives_all_replicas_the_same_samples():
+    loader = DataLoader(range(8), batch_sampler=OwnOrder(range(8), 2, False))
+    with pytest.raises(ValueError, match=r"OwnOrder .* same samples.*_distributed_sampler=False"):
+        training.trainer((1,)).fit(ReadsOne(), loader)
+    module = ReadsOne()
+    training.trainer((1,), use_distributed_sampler=False).fit(module, loader)
+    training.trainer((2,)).fit(module, loader)
+    assert module.seen == 2 * [[0, 1], [2, 3], [4, 5], [6, 7]]
