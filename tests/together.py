@@ -4,7 +4,19 @@ from xdist.scheduler import LoadFileScheduling
 
 # what is costly to begin with, and is kept by a worker, is there once
 TOGETHER = {
-    "fake xpu": ("tests/trainer/xpu", "tests/fake_xpu", "tests/lab/test_tiled_programs.py"),
+    "fake xpu": (
+        "tests/trainer/xpu",
+        "tests/fake_xpu",
+        "tests/lab/test_calibrate.py",
+        "tests/lab/test_least_tiles.py",
+        "tests/lab/test_own_kernels.py",
+        "tests/lab/test_tiled_programs.py",
+        "tests/lab/test_tiled_training.py",
+        "tests/memory/paging/test_sleep.py",
+        "tests/memory/test_in_tiles.py",
+        "tests/ops/norm/test_norms_on_a_device.py",
+        "tests/ops/spectral/test_real_inverse.py",
+    ),
     "what DTensor remembers of models on meshes": (
         "tests/trainer/test_exactness.py",
         "tests/checkpoint/test_resume",

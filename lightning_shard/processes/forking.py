@@ -4,9 +4,11 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import lru_cache
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightning_shard.processes.process_info import NOTEBOOK, process_info
 from lightning_shard.processes.torch_private.internals import open_groups
 from lightning_shard.processes.variables import joined
 
+_OURS = __name__.partition(".")[0] + "."
 _OF_PARENT: dict[Any, Any] = {}  # kept, because their destructors wait for threads
 
 
@@ -72,15 +75,35 @@ def become_rank(rank: int, processes: int, port: int) -> None:
     }  # fmt: skip
 
 
+def emptied(cache: Any) -> Any:
+    """Return a cache of the same function that holds nothing yet."""
+    return lru_cache(**cache.cache_parameters())(cache.__wrapped__)
+
+
+def _begin_caches_anew() -> None:
+    """Keep what is the parent's, and begin with empty caches.
+
+    `PROCESS_STATE` of a module names what belongs to a process.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith(_OURS)]
+    for module in modules:
+        for name in vars(module).get("PROCESS_STATE", ()):
+            value = _OF_PARENT[module, name] = getattr(module, name)
+            if hasattr(value, "cache_parameters"):
+                setattr(module, name, emptied(value))
+
+
 def begin_forked_rank(all_forked: Barrier) -> None:
     """Call first in a forked process; it returns once all ranks are forked.
 
     It computes with one thread: libgomp waits forever for the threads that the parent computed
     with. Signals are its own: the parent's event loop reads of them in a socket that both have. A
     process group of the parent alone is forgotten, for what ends it waits for the parent's threads.
-    What the parent has left for the collector is left there, since groups may be among it.
+    What the parent has left for the collector is left there, since groups may be among it, and so
+    are the meshes that it has made.
     """
     gc.freeze()
+    _begin_caches_anew()
     if dist.is_initialized():
         _OF_PARENT.update(open_groups())
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_shard import launch
 from lightning_shard.processes import launch as launching
+from lightning_shard.processes import mesh
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,15 @@ def test_a_group_that_this_process_has_ended_is_not_freed_by_a_rank():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a policy of Linux")
+def test_meshes_of_this_process_are_not_freed_by_a_rank():
+    """A rank that makes a mesh would drop the oldest one of the cache that it has forked."""
+    for _ in range(mesh._made.cache_parameters()["maxsize"]):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh.make_mesh("cpu", 1, (1,))
+        dist.destroy_process_group()
+    assert launch(lambda: mesh.make_mesh("cpu", 1, (2,)).size()) == [2, 2]
+
+
 def test_a_thread_that_wakes_up_does_not_interrupt_one_that_computes():
     """gloo's thread would spin for a lock: collectives took up to five times the CPU time."""
     before = os.sched_getscheduler(0)

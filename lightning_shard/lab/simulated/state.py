@@ -13,11 +13,11 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from lightning_shard.processes.forking import emptied
 from lightning_shard.processes.torch_private.internals import new_world, own_world, use_world
 from lightning_shard.trainer.profile.traffic import SENT
 
@@ -51,8 +51,7 @@ class _Attribute:
     def forked(self, value: Any) -> Any:
         """Return the value in a fork of a process that has `value`; a cache begins empty."""
         if hasattr(self.first, "cache_parameters"):
-            size = self.first.cache_parameters()["maxsize"]
-            return lru_cache(maxsize=size)(self.first.__wrapped__)
+            return emptied(self.first)
         return copy.copy(value) if isinstance(value, list | dict | set) else value
 
     def now(self) -> Any:
