@@ -123,10 +123,8 @@ def fit(loaders, domain, *, save=None, path=None, **options):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
-    ("name", "after"),
-    choose(LOADERS, [1, 2, 3, 4, 5, 6, 9], fast=1),
+    ("name", "after", "domain"), choose(LOADERS, [1, 2, 3, 4, 5, 6, 9], [(2,), (1,)])
 )
-@pytest.mark.parametrize("domain", [(2,), (1,)], ids=str)
 def test_reads_on(name, after, domain):
     # the ranks of the pool are daemons, which may have no children such as workers
     multiprocessing.current_process()._config["daemon"] = False

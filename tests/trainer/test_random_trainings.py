@@ -234,11 +234,11 @@ def programs(domain: tuple[int, ...], seeds: range) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("mesh", ["1x2", "2x1"])
 def test_random_trainings(mesh, run_each):
     ranks, domain = MESHES[mesh]
-    run_each(ranks, check, programs(domain, range(3)))
+    run_each(ranks, check, programs(domain, range(2)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(i, i + 20) for i in range(3, 103, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(i, i + 20) for i in range(2, 102, 20)], ids=str)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_many_random_trainings(mesh, seeds, run_each):
     ranks, domain = MESHES[mesh]
