@@ -16,11 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.lightning import (
-    Trainer,
-    TrainerFn,
-    rank_zero_warn,
-)
+from lightning_shard.lightning import Trainer, TrainerFn, rank_zero_warn
 from lightning_shard.trainer.hidden import hidden
 from lightning_shard.trainer.host import hook_of
 from lightning_shard.trainer.random_state import (

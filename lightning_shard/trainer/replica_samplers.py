@@ -28,7 +28,8 @@ def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[A
 
 def own_sampler(loader: DataLoader[Any]) -> Any:
     """Return the sampler of a loader's samples; that of its batches, where it was given batches."""
-    return getattr(own_batches(loader), "sampler", loader.sampler)
+    found = getattr(own_batches(loader), "sampler", None)
+    return loader.sampler if found is None else found
 
 
 def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:

@@ -37,14 +37,14 @@ class StreamOrder(Order):
         read, before = self.read_in_pass(), self.numbers()
         self._passes += 1
         self.has_begun, self.drawn_from = True, before
-        if not read:
+        if read is None:
             return begin()
         self._set(self.resumed() or before)
         self.drawn_from = self.numbers()
         batches = begin()
-        if self._restores_itself():
+        if read and self._restores_itself():
             rank_zero_info(f"{self._name} goes on where the state of the data module says.")
-        else:
+        elif read:
             rank_zero_info(f"{read} batches of {self._name} are read again and left out.")
             deque(islice(batches, read), maxlen=0)
         self._set(before)

@@ -136,6 +136,27 @@ def test_reads_on(name, after, domain):
     assert fit(LOADERS[name](size), domain, path=save.path) == seen[after:]
 
 
+class SaveBefore(SaveAfter):
+    """Saves as the first batch of an epoch begins, which has drawn its order."""
+
+    def on_train_batch_start(self, trainer, module, *_):
+        self.on_train_batch_end(trainer, module)
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.fit_loop.epoch_loop.batch_progress.current.processed == 0:
+            super().on_train_batch_end(trainer, module)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", ["stream that shuffles in a worker", "two loaders"])
+def test_reads_on_from_the_beginning_of_an_epoch(name):
+    multiprocessing.current_process()._config["daemon"] = False
+    save = SaveBefore(BATCHES)
+    seen = fit(LOADERS[name](2), (2,), save=save)
+    assert fit(LOADERS[name](2), (2,), path=save.path) == seen[BATCHES:]
+
+
 @pytest.mark.spmd(2)
 def test_a_batch_sampler_without_a_length():
     save = SaveAfter(3)
