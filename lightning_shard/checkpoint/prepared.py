@@ -13,7 +13,7 @@ from lightning_shard.checkpoint.stored import tensors_in
 from lightning_shard.processes.narrow import is_dict, is_list
 from lightning_shard.processes.torch_private.internals import own_parameters
 from lightning_shard.tensor.mixins import own_class
-from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.tensor.placement import is_field
 
 _OURS = ("torch.distributed.", f"{__name__.partition('.')[0]}.")
 
@@ -30,7 +30,7 @@ def is_prepared(value: Any) -> bool:
     return isinstance(value, nn.Module) and any(
         _is_changed(part)
         or any(isinstance(p, DTensor) for p in own_parameters(part).values())
-        or any(isinstance(x, DomainTensor) for x in tensors_in(vars(part)))
+        or any(is_field(x) for x in tensors_in(vars(part)))
         or (part is not value and reattached(part))
         for part in value.modules()
     )

@@ -22,8 +22,7 @@ from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names,
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.narrow import is_dict
 from lightning_shard.tensor.mixins import own_class
-from lightning_shard.tensor.placement import gather
-from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.tensor.placement import gather, is_field
 
 _MARK = "lightning_shard.extra"  # stands where a DTensor was taken out of a tree
 Tree = dict[str, Any]
@@ -130,11 +129,11 @@ def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
 def share_buffers(state: dict[str, Any], module: nn.Module) -> None:
     """Make the buffers in `state` equal on all ranks, in place; all ranks call it.
 
-    A buffer that is split over a domain is gathered. Others are those of rank 0, as under DDP.
+    A buffer that is split is gathered. Others are those of rank 0, as under DDP.
     """
     parameters = {plain_name(name) for name, _ in module.named_parameters()}
     for name, value in state.items():
-        if isinstance(value, DomainTensor):
+        if is_field(value):
             state[name] = gather(value.detach())
         if name not in parameters and isinstance(value, Tensor):
             copy_from_first(state[name])
@@ -155,7 +154,7 @@ def full(value: Any, keep: bool = True) -> Any:
     if isinstance(value, DTensor):
         whole = _gathered(value)
         return whole.cpu() if keep else None
-    if isinstance(value, DomainTensor):
+    if is_field(value):
         whole = gather(value.detach())
         return whole.cpu() if keep else None
     if isinstance(value, Tensor):

@@ -26,6 +26,7 @@ from lightning_shard.memory.in_tiles import (
 )
 from lightning_shard.memory.paging.device_pager import pager_of
 from lightning_shard.memory.sizes import bytes_of
+from lightning_shard.tensor.placement import gather
 from lightning_shard.tiles.tile_tensor import Tiles
 from lightning_shard.trainer.hidden import hidden
 from lightning_shard.trainer.host import data_of_stage
@@ -184,7 +185,14 @@ class TiledStrategy(HybridShardStrategy):
 
     @override
     def teardown(self) -> None:
-        """End the threads of the tiles; what still lives is on the device again."""
+        """End the threads of the tiles; what still lives is on the device again.
+
+        Buffers into which fields were written are whole again.
+        """
+        parts = [] if self._grid is None else self._module.modules()
+        for part in parts:
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, gather(buffer))
         super().teardown()
         if self._grid is not None:
             self._grid.close()

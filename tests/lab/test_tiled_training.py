@@ -389,3 +389,36 @@ def test_refuses_what_it_cannot() -> None:
     with pytest.raises(LookupError, match="a mistake of the module"):
         train(Broken())
     train(Stranger(), TiledStrategy(3), max_steps=2, fast_dev_run=True)
+
+
+class FollowsMean(Plain):
+    """Subtracts a running mean of its rows, which is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Conv2d(3, 3, 3, padding=1))
+        self.register_buffer("rows", torch.zeros(1, 3, 13, 1, dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.rows.lerp_(batch.mean((0, 3), keepdim=True), 0.1)
+        return super().training_step(batch - self.rows, batch_idx)
+
+
+def test_buffers_that_are_written_are_those_of_one_process(tmp_path: Path) -> None:
+    """In checkpoints, in a second stage, and after it; they have the extent of the fields."""
+    states = []
+    fields = Fields(lambda i: torch.randn(3, 13, 9, generator=generator(i)).double(), 6)
+    for name, strategy in {"alone": "auto", "tiles": TiledStrategy(3)}.items():
+        module, folder = FollowsMean(), tmp_path / name
+        keeps = ModelCheckpoint(folder, filename="kept", every_n_train_steps=2)
+        options = {"max_epochs": 1, "accelerator": "cpu", "enable_checkpointing": True}
+        runner = Trainer(**QUIET | options, strategy=strategy, callbacks=[keeps])
+        runner.fit(module, DataLoader(fields, 2))
+        runner.fit_loop.max_epochs = 2
+        runner.fit(module, DataLoader(fields, 2))
+        saved = torch.load(folder / "kept.ckpt", weights_only=True)["state_dict"]
+        states.append(module.state_dict() | {f"saved {key}": value for key, value in saved.items()})
+        assert type(module.rows) is Tensor
+    alone, tiles = states
+    assert alone.keys() == tiles.keys()
+    for key, value in alone.items():
+        assert_same(tiles[key], value)

@@ -1,12 +1,13 @@
-"""Random trainings see, log, save and predict on ranks what they do in one process.
+"""Random trainings see, log, save and predict on ranks and in tiles what they do in one process.
 
 Each test of a seed draws a training (random_trainings.py). It runs under Lightning's own strategy
-for one process, and on all ranks; what both have noted is compared. Where it fails, the choices
-without which it still fails are left out one by one, and the message names the rest.
+for one process, and on all ranks or in tiles; what both have noted is compared. Where it fails, the
+choices without which it still fails are left out one by one, and the message names the rest.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 
-from lightning_shard import predictions_in_order
+from lightning_shard import TiledStrategy, predictions_in_order
 from lightning_shard.checkpoint.state import full_module_state
 from tests import training
 from tests.trainer.featured import QUIET
@@ -54,13 +55,16 @@ def options_of(drawn: Training) -> dict[str, Any]:
 
 
 class Run:
-    """A drawn training in one process, which does not resume: `domain` is None; or on all ranks."""
+    """A drawn training: in one process (`domain` is None), in tiles (`()`), or on all ranks.
+
+    In one process it is not resumed; what happens after it was saved is what is compared.
+    """
 
     def __init__(self, drawn: Training, domain: tuple[int, ...] | None, folder: Path) -> None:
         self.drawn, self.domain, self.folder = drawn, domain, folder
         self.events: Events = []
         self.replicas, self.replica = 1, 0
-        if domain is not None:
+        if domain:
             ranks = torch.Size(domain).numel()
             self.replicas, self.replica = dist.get_world_size() // ranks, dist.get_rank() // ranks
         self._begin()
@@ -93,15 +97,17 @@ class Run:
             path = str(self.folder / "resumed.ckpt")
             callbacks.append(Saves(self.drawn["resume"], path, self.events))
         options = options_of(self.drawn) | {"callbacks": callbacks, "logger": Notes(self.events)}
-        if self.domain is None:
-            return Trainer(devices=1, plugins=LightningEnvironment(), **(QUIET | options))
+        if not self.domain:
+            strategy = "auto" if self.domain is None else TiledStrategy(3)
+            plain = {"devices": 1, "plugins": LightningEnvironment(), "strategy": strategy}
+            return Trainer(**(QUIET | options | plain))
         strategy = {"sharding": self.drawn["sharding"], "exact_random": True}
         return training.trainer(self.domain, strategy=strategy, **options)
 
     def _mean(self, value: Tensor) -> Tensor:
         """Over the data replicas."""
         value = value.detach().clone()
-        if self.domain is not None:
+        if self.domain:
             dist.all_reduce(value)
             value /= dist.get_world_size()
         return value
@@ -117,7 +123,7 @@ class Run:
                 runner.fit(self.module, **options)
 
     def _go_on(self, runner: Trainer) -> Trainer:
-        """On ranks, train again from the checkpoint; else leave the events that come after it."""
+        """Train again from the checkpoint; in one process leave the events that come after it."""
         if self.domain is None:
             del self.events[: self.events.index("saved") + 1]
             if self.events and _is_of_a_step(self.events[0]):  # it is logged once the step ends
@@ -192,39 +198,52 @@ def _unlike(at: str, found: Any, wanted: Any) -> str:
     return f"{at}: {mine} for {plain}"
 
 
-def compare(drawn: Training, domain: tuple[int, ...]) -> str:
-    """Train in both ways; say how they differ, on all ranks alike, and nothing if they do not."""
-    folder = shared_path("runs")
+def compare(drawn: Training, domain: tuple[int, ...], folder: Path) -> list[str]:
+    """Train in both ways, and say how they differ."""
     refused, wanted = None, {}
+    alone = folder / f"alone_{dist.get_rank() if domain else 0}"
     try:
-        wanted = Run(drawn, None, folder / f"alone_{dist.get_rank()}").run()
+        wanted = Run(drawn, None, alone).run()
     except Exception as error:
         refused = error
     try:
         found = Run(drawn, domain, folder).run()
-        said = [f"not refused: {refused}"] if refused else differences(found, wanted)
     except Exception as error:
-        said = [] if type(error) is type(refused) else [f"{type(error).__name__}: {error}"]
+        return [] if type(error) is type(refused) else [f"{type(error).__name__}: {error}"]
+    return [f"not refused: {refused}"] if refused else differences(found, wanted)[:3]
+
+
+def on_all_ranks(drawn: Training, domain: tuple[int, ...]) -> list[str]:
+    """Say on all ranks alike what the first one says for which they differ."""
     each: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(each, said)
-    return "; ".join(next((some for some in each if some), [])[:3])
+    dist.all_gather_object(each, compare(drawn, domain, shared_path("runs")))
+    return next((said for said in each if said), [])
 
 
-def check(seed: int, domain: tuple[int, ...]) -> None:
+def check(seed: int, replicas: int, compared: Callable[[Training], list[str]]) -> None:
     warnings.simplefilter("ignore")  # Lightning's advice on loaders and checkpoints
-    drawn = draw(seed, dist.get_world_size() // torch.Size(domain).numel())
-    said = compare(drawn, domain)
+    drawn = draw(seed, replicas)
+    said = compared(drawn)
     if not said:
         return
     for name, (usual, *_) in CHOICES.items():
         simpler = drawn | {name: usual}
-        if simpler != drawn and (still := compare(simpler, domain)):
+        if simpler != drawn and (still := compared(simpler)):
             drawn, said = simpler, still
     least = {name: value for name, value in drawn.items() if value != CHOICES[name][0]}
-    raise AssertionError(f"seed {seed} on {domain}, {least}: {said}")
+    raise AssertionError(f"seed {seed}, {least}: {said}")
+
+
+def check_on_ranks(seed: int, domain: tuple[int, ...]) -> None:
+    replicas = dist.get_world_size() // torch.Size(domain).numel()
+    check(seed, replicas, lambda drawn: on_all_ranks(drawn, domain))
 
 
 MESHES = {"1x2": (2, (2,)), "2x1": (2, (1,)), "2x2": (4, (2,)), "1x3": (3, (3,))}
+
+
+def slow(seeds: range) -> list[Any]:
+    return [pytest.param(seed, marks=pytest.mark.slow) for seed in seeds]
 
 
 def programs(domain: tuple[int, ...], seeds: range) -> dict[str, dict[str, Any]]:
@@ -234,7 +253,7 @@ def programs(domain: tuple[int, ...], seeds: range) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("mesh", ["1x2", "2x1"])
 def test_random_trainings(mesh, run_each):
     ranks, domain = MESHES[mesh]
-    run_each(ranks, check, programs(domain, range(2)))
+    run_each(ranks, check_on_ranks, programs(domain, range(2)))
 
 
 @pytest.mark.slow
@@ -242,4 +261,10 @@ def test_random_trainings(mesh, run_each):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_many_random_trainings(mesh, seeds, run_each):
     ranks, domain = MESHES[mesh]
-    run_each(ranks, check, programs(domain, seeds))
+    run_each(ranks, check_on_ranks, programs(domain, seeds))
+
+
+@pytest.mark.parametrize("seed", [*range(2), *slow(range(2, 102))])
+def test_random_trainings_in_tiles(seed, tmp_path):
+    folders = (tmp_path / str(number) for number in count())
+    check(seed, 1, lambda drawn: compare(drawn, (), next(folders)))
