@@ -239,7 +239,13 @@ def check_on_ranks(seed: int, domain: tuple[int, ...]) -> None:
     check(seed, replicas, lambda drawn: on_all_ranks(drawn, domain))
 
 
-MESHES = {"1x2": (2, (2,)), "2x1": (2, (1,)), "2x2": (4, (2,)), "1x3": (3, (3,))}
+MESHES = {
+    "1x2": (2, (2,)),
+    "2x1": (2, (1,)),
+    "2x2": (4, (2,)),
+    "1x3": (3, (3,)),
+    "1x2x2": (4, (2, 2)),
+}
 
 
 def slow(seeds: range) -> list[Any]:
