@@ -1,6 +1,7 @@
 """The failure that ends a run: the first that any rank writes into the store, and all read."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from lightning_shard.processes.failures.failure import Failure, unpacked
@@ -65,8 +66,8 @@ class FirstFailure:
         """Return whether some rank reports no failure within `AGREE_S`, as each does after Ctrl-C.
 
         The answer that the first rank finds holds for all, also for one that comes later. Where a
-        connection is lost it is known. Only rank 0, which may hold the store, then waits, so that
-        the ranks that are left read in it.
+        connection is lost it is known. Rank 0, which may hold the store, waits until the ranks that
+        are left have read in it.
 
         Args:
             talk: The thread that talks to the store.
@@ -86,9 +87,24 @@ class FirstFailure:
             if lost:
                 count += talk.ask(lambda: self._store.add(left, 0))
             if count >= self._ranks - lost:
-                return bool(lost) or self._found(talk, "all failed") != "all failed"
+                if lost:
+                    return True
+                go_on = self._found(talk, "all failed") != "all failed"
+                self._wait_until_all_know(talk)
+                return go_on
             time.sleep(0.05)
         return self._found(talk, "some go on") != "all failed"
+
+    def _wait_until_all_know(self, talk: StoreThread) -> None:
+        """Let rank 0 wait until all ranks have found the answer, or `AGREE_S`."""
+        know = f"{self._prefix}/know"
+        with suppress(RuntimeError, TimeoutError):  # rank 0 has gone, and this rank has its answer
+            talk.ask(lambda: self._store.add(know, 1))
+            deadline = time.monotonic() + AGREE_S
+            while not self._rank and time.monotonic() < deadline:
+                if talk.ask(lambda: self._store.add(know, 0)) >= self._ranks:
+                    return
+                time.sleep(0.02)
 
     def _found(self, talk: StoreThread, answer: str) -> str:
         """Return the answer that was found first, by this rank or another."""
