@@ -44,6 +44,7 @@ def end_saved_step(
     def find_open_step() -> None:
         nonlocal is_open, has_steps
         has_steps = True
+        count_left_out(loop.batch_progress)
         find_stage()
         if is_known() and fit.restarted_on_epoch_end:  # with `max_steps` it is taken for open
             plain: Any = super(type(fit), type(fit))  # its setter ignores `max_steps`
@@ -86,3 +87,14 @@ def end_saved_step(
     vars(loop.val_loop)["increment_progress_to_evaluation_end"] = wind_validation_on
     vars(loop).update(update_restart_stage=find_open_step, advance=end_step_or_advance)
     vars(fit).update(on_advance_end=end_epoch_as_ever, run=run_or_end)
+
+
+def count_left_out(progress: Any) -> None:
+    """Count as begun, in place, the batches at which a hook has left out the rest of an epoch.
+
+    Lightning counts them as read only, and then takes a later epoch that is resumed for a new one.
+    """
+    total, current = progress.total, progress.current
+    left_out = (total.ready - current.ready) - (total.started - current.started)
+    total.started += left_out
+    total.completed += left_out

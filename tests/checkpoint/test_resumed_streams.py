@@ -110,9 +110,16 @@ class SaveAfter(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit(loaders, domain, *, save=None, path=None, **options):
+class ReadsTwo(Reads):
+    """Leaves out the rest of each epoch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 2 else None
+
+
+def fit(loaders, domain, *, save=None, path=None, kind=Reads, **options):
     seed_everything(5)
-    module = Reads()
+    module = kind()
     callbacks = [] if save is None else [save]
     runner = trainer(domain, callbacks=callbacks, max_epochs=3, **options)
     data = {"datamodule": loaders} if isinstance(loaders, LightningDataModule) else {}
@@ -155,6 +162,15 @@ def test_reads_on_from_the_beginning_of_an_epoch(name):
     save = SaveBefore(BATCHES)
     seen = fit(LOADERS[name](2), (2,), save=save)
     assert fit(LOADERS[name](2), (2,), path=save.path) == seen[BATCHES:]
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("after", [1, 3, 4])
+def test_reads_on_where_a_hook_leaves_out_the_rest_of_epochs(after):
+    save, loader = SaveAfter(after), DataLoader(Fields(sample, 10), 2, shuffle=True)
+    seen = fit(loader, (2,), save=save, kind=ReadsTwo)
+    assert len(seen) == 6
+    assert fit(loader, (2,), path=save.path, kind=ReadsTwo) == seen[after:]
 
 
 @pytest.mark.spmd(2)

@@ -113,9 +113,9 @@ def _resumable(training: Training) -> Training:
     """What takes the place of choices after which a resumed run differs (docs/checkpoints.md).
 
     Gradients that were accumulated are not in a checkpoint, nor is the epoch in which Lightning
-    has last asked for loaders; an epoch of which a hook skips the rest is not resumed inside.
+    has last asked for loaders.
     """
-    changed: Training = {"accumulate": 1, "scheduled": False, "skips_rest": False}
+    changed: Training = {"accumulate": 1, "scheduled": False}
     changed["reload"] = min(training["reload"], 1)
     if training["log_hook"] == "on_train_start":
         changed["log_hook"] = "none"
