@@ -26,6 +26,7 @@ from lightning_shard.trainer.random_state import (
     storable,
 )
 from lightning_shard.trainer.replica_samplers import refuse_unread
+from lightning_shard.trainer.streams import length_of
 
 CPU = torch.device("cpu")
 
@@ -160,7 +161,7 @@ class Order:
 
     def read_in_pass(self) -> int | None:
         """Count the batches of the resumed pass that were read; None if a pass begins."""
-        read, length = self.read_in_epoch(), _length(self.loader)
+        read, length = self.read_in_epoch(), length_of(self.loader)
         if read and length:  # the epoch may read a short loader several times
             read = read % length or None
         return read if read or self.resumed() is not None else None
@@ -274,14 +275,6 @@ def order_of(loader: DataLoader[Any]) -> Order | None:
     """Return the order that a loader follows; None if it follows none of ours."""
     places = (loader.batch_sampler, loader.sampler, getattr(type(loader), "order", None))
     return next((place for place in places if isinstance(place, Order)), None)
-
-
-def _length(loader: DataLoader[Any]) -> int | None:
-    """Return the number of batches; None if it is not known before they are read."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def draw_seed(generator: torch.Generator | None) -> None:

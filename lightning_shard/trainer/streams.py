@@ -111,12 +111,17 @@ def _replace(
     loader.__class__ = type(cls.__name__, (cls,), methods)
 
 
+def length_of(loader: DataLoader[Any]) -> int | None:
+    """Return the number of batches; None if it is not known before they are read."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def _lengths(loader: DataLoader[Any]) -> list[int | None]:
     """Return the number of batches on each rank; None where it is not known."""
-    try:
-        length = len(loader)
-    except (TypeError, NotImplementedError):
-        length = None
+    length = length_of(loader)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [0]
     lengths: list[int | None] = [None] * dist.get_world_size()

@@ -80,7 +80,7 @@ LOADERS = {
 }
 
 
-def own_batches(size):
+def own_batches():
     """Lightning divides no batch sampler of another class among replicas."""
     return DataLoader(Fields(sample, 10), batch_sampler=Batches(2))
 
@@ -176,8 +176,8 @@ def test_reads_on_where_a_hook_leaves_out_the_rest_of_epochs(after):
 @pytest.mark.spmd(2)
 def test_a_batch_sampler_without_a_length():
     save = SaveAfter(3)
-    seen = fit(own_batches(2), (2,), save=save)
-    assert fit(own_batches(2), (2,), path=save.path) == seen[3:]
+    seen = fit(own_batches(), (2,), save=save)
+    assert fit(own_batches(), (2,), path=save.path) == seen[3:]
 
 
 @pytest.mark.spmd(2)

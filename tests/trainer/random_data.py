@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
 )
 
 from tests.trainer.random_trainings import SEVERAL, Training
+from tests.training import Fields
 
 BATCH = 4  # samples that one process reads in a step
 
@@ -34,30 +35,6 @@ class Pair:
 
     x: Tensor
     y: Tensor
-
-
-class Samples(Dataset):
-    def __init__(self, count: int, first: int = 0) -> None:
-        self.count, self.first = count, first
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return sample(self.first + index)
-
-
-class Parts(Dataset):
-    """Whole batches, by number."""
-
-    def __init__(self, parts: list[Any]) -> None:
-        self.parts = parts
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.parts[index]
 
 
 class Stream(IterableDataset):
@@ -102,16 +79,6 @@ def fields_of(batch: Any) -> tuple[Tensor, Tensor]:
     return batch[0], batch[1]
 
 
-class Form:
-    """A `collate_fn` that pickles."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __call__(self, items: Any) -> Any:
-        return formed(self.kind, items)
-
-
 @dataclass
 class Data:
     """Loaders of a drawn training, of one of several data replicas.
@@ -132,9 +99,8 @@ class Data:
         return BATCH // self.replicas
 
     def loader(self, kind: str, count: int, first: int = 0) -> Any:
-        size, form = self.size, Form(self.drawn["batch"])
-        data = Samples(count, first)
-        options: dict[str, Any] = {"collate_fn": form}
+        size, data = self.size, Fields(lambda index: sample(first + index), count)
+        options: dict[str, Any] = {"collate_fn": partial(formed, self.drawn["batch"])}
         match kind:
             case "shuffle":
                 return DataLoader(data, size, shuffle=True, **options)
@@ -153,10 +119,9 @@ class Data:
                 stream = made(count // BATCH, self._made_of(first))
                 return DataLoader(stream, batch_size=None)
             case "whole":
-                parts = [self._made_of(first)(i) for i in range(count // BATCH)]
                 if self.replicas > 1:  # a loader with a length is divided; each reads every second
                     return DataLoader(data, size, **options)
-                return DataLoader(Parts(parts), batch_size=None)
+                return DataLoader(Fields(self._made_of(first), count // BATCH), batch_size=None)
             case _:
                 return DataLoader(data, size, **options)
 

@@ -56,8 +56,12 @@ class FirstFailure:
             RuntimeError: The store has ended.
             TimeoutError: The store does not answer.
         """
-        deadline = time.monotonic() + HEARD_S
-        while talk.ask(lambda: self._store.add(self._heard, 0)) < self._ranks:
+        self._wait_for_all(talk, self._heard, HEARD_S)
+
+    def _wait_for_all(self, talk: StoreThread, name: str, limit_s: float) -> None:
+        """Wait until all ranks have counted themselves under a name, or `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while talk.ask(lambda: self._store.add(name, 0)) < self._ranks:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.02)
@@ -100,11 +104,8 @@ class FirstFailure:
         know = f"{self._prefix}/know"
         with suppress(RuntimeError, TimeoutError):  # rank 0 has gone, and this rank has its answer
             talk.ask(lambda: self._store.add(know, 1))
-            deadline = time.monotonic() + AGREE_S
-            while not self._rank and time.monotonic() < deadline:
-                if talk.ask(lambda: self._store.add(know, 0)) >= self._ranks:
-                    return
-                time.sleep(0.02)
+            if self._rank == 0:
+                self._wait_for_all(talk, know, AGREE_S)
 
     def _found(self, talk: StoreThread, answer: str) -> str:
         """Return the answer that was found first, by this rank or another."""
