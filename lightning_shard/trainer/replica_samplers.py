@@ -32,6 +32,11 @@ def own_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if found is None else found
 
 
+def set_sampler(reader: Any, sampler: Any) -> None:
+    """Let a loader, or the batch sampler of one, read another sampler."""
+    object.__setattr__(reader, "sampler", sampler)  # a loader refuses a plain assignment
+
+
 def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
     """Let a sampler that counts all ranks, as torch's does by default, count data replicas."""
     if type(sampler) is not DistributedSampler or sampler.num_replicas == replicas:
@@ -95,6 +100,7 @@ def refuse_unread(batches: Any) -> None:
         ValueError: A batch sampler of the user's own class does not read its sampler.
     """
     sampler = getattr(batches, "sampler", None)
+    sampler = sampler.filled if isinstance(sampler, EachOnce) else sampler
     if isinstance(sampler, Stride) and not sampler.is_read:
         raise ValueError(
             f"{type(batches).__name__} makes batches without reading its `sampler`, so all "
@@ -127,7 +133,7 @@ def draw_alike(loader: DataLoader[Any]) -> None:
 
     Lightning gives each replica its part, of an order that each has drawn.
     """
-    sampler: Any = getattr(own_batches(loader), "sampler", None)
+    sampler = own_sampler(loader)
     if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
         drawn: Any = sampler.dataset
         draw = drawn.reset
@@ -143,7 +149,8 @@ class EachOnce(DistributedSampler[Any]):
     """Yields the samples of one replica without those that fill it up to as many as others have.
 
     Attributes:
-        repeats: True if it yields those, too.
+        filled: The sampler that yields those, too.
+        repeats: True if this one does so.
     """
 
     def __init__(self, filled: DistributedSampler[Any], *, whole_batches: bool) -> None:
@@ -158,18 +165,18 @@ class EachOnce(DistributedSampler[Any]):
         samples = len(filled.dataset)  # pyright: ignore[reportArgumentType]
         mine = len(range(filled.rank, samples, filled.num_replicas))
         number = samples // filled.num_replicas if whole_batches else mine
-        self._filled, self._number = filled, min(number, len(filled))
+        self.filled, self._number = filled, min(number, len(filled))
         self.repeats = False
 
     @override
     def __len__(self) -> int:
-        return len(self._filled) if self.repeats else self._number
+        return len(self.filled) if self.repeats else self._number
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._filled, len(self))
+        return islice(self.filled, len(self))
 
     @override
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch to the sampler that is filled up."""
-        self._filled.set_epoch(epoch)
+        self.filled.set_epoch(epoch)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -64,6 +63,7 @@ from lightning_shard.trainer.replica_samplers import (
     draw_alike,
     given_seed,
     own_sampler,
+    set_sampler,
     with_sampler,
 )
 from lightning_shard.trainer.stream_order import StreamOrder
@@ -199,11 +199,13 @@ class SampleOrder:
 
     def _read_each_once(self, loader: DataLoader[Any]) -> None:
         """Take from a loader, in place, the samples that its sampler repeats to fill a replica."""
-        batches = own_batches(loader)
-        sampler: Any = getattr(batches, "sampler", None)
-        if type(sampler) in (DistributedSampler, Stride) and isinstance(batches, BatchSampler):
-            batches.sampler = EachOnce(sampler, whole_batches=batches.drop_last)
-            self._until_end.callback(setattr, batches, "sampler", sampler)
+        sampler = own_sampler(loader)
+        if type(sampler) in (DistributedSampler, Stride):
+            batches = own_batches(loader)
+            whole = getattr(batches, "drop_last", False)
+            reader = loader if batches is None else batches
+            set_sampler(reader, EachOnce(sampler, whole_batches=whole))
+            self._until_end.callback(set_sampler, reader, sampler)
 
     def _begin_workers(self, loader: DataLoader[Any]) -> None:
         """Seed workers by the replica, so that the ranks of a domain augment alike.

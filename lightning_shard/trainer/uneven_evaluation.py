@@ -15,18 +15,20 @@ from torchmetrics import Metric
 
 from lightning_shard.lightning import LightningModule, Trainer
 from lightning_shard.processes.narrow import is_list
+from lightning_shard.processes.torch_private.internals import tree_leaves
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.host import (
     follow_evaluation,
     log_nothing,
     logged_by,
+    own_batches,
     pass_over,
     reads_in_turn,
 )
 from lightning_shard.trainer.logged_values import LoggedValues
 from lightning_shard.trainer.partial_step import PartialStep
-from lightning_shard.trainer.replica_samplers import EachOnce
+from lightning_shard.trainer.replica_samplers import EachOnce, own_sampler, refuse_unread
 from lightning_shard.trainer.sharding import copies
 from lightning_shard.trainer.steps import Steps
 from lightning_shard.trainer.streams import UnevenBatch, end_together, end_with_the_longest
@@ -80,7 +82,7 @@ class UnevenEvaluation:
         """Let replicas repeat samples where one step reads several batches."""
         loaders, self._loaders = self._loaders, []
         for loader in loaders if loaders and not reads_in_turn(loop) else ():
-            sampler = getattr(loader.batch_sampler, "sampler", None)
+            sampler = own_sampler(loader)
             if isinstance(sampler, EachOnce):
                 sampler.repeats = True
             end_together(loader, self._device)
@@ -90,6 +92,8 @@ class UnevenEvaluation:
     ) -> None:
         self._begins()
         if not isinstance(batch, UnevenBatch):
+            if index == 0 and args[0] is None:  # else the step itself reads batches
+                _refuse_repeated(loop, loader)
             plain(batch, index, loader, *args)
             return
         step = PartialStep(batch.present, self._device)
@@ -113,6 +117,16 @@ class UnevenEvaluation:
         dist.broadcast_object_list(described, step.present[0], device=self._device)
         log_nothing(loop, described[0])
         _begin_list_states(self._module, described[1])
+
+
+def _refuse_repeated(loop: Any, number: int) -> None:
+    """Refuse batches of which all replicas read the same, once they have been read."""
+    runner = loop.trainer
+    loaders: Any = runner.test_dataloaders if runner.testing else runner.val_dataloaders
+    leaves = tree_leaves(loaders)
+    for leaf in leaves[number : number + 1] if reads_in_turn(loop) else leaves:
+        if isinstance(leaf, DataLoader):
+            refuse_unread(own_batches(leaf))
 
 
 _ListStates = dict[str, dict[str, tuple[torch.dtype, torch.Size, bool]]]

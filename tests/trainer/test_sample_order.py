@@ -300,6 +300,43 @@ def test_evaluation_reads_each_sample_once_by_batches_of_the_user(replica):
     order.end_stage()
 
 
+class LikePairs(torch.utils.data.Sampler):
+    """Such a one that is no `BatchSampler`."""
+
+    def __init__(self, sampler, batch_size, drop_last):
+        self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
+
+    def __iter__(self):
+        yield from torch.tensor(list(self.sampler)).split(self.batch_size)
+
+
+def test_evaluation_reads_each_sample_once_by_what_is_like_a_batch_sampler():
+    loader = DataLoader(range(5), batch_sampler=LikePairs(range(5), 2, False))
+    found, order, _ = given(loader, replicas=2, replica=1)
+    assert [batch.tolist() for batch in found] == [[1, 3]]
+    order.end_stage()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize(
+    "several",
+    [False, True],
+    ids=[
+        "one",
+        "second",
+    ],
+)
+def test_an_evaluation_in_which_all_replicas_read_the_same_samples(stage, several):
+    loader = DataLoader(range(8), batch_sampler=OwnOrder(range(8), 2, False))
+    loaders = [DataLoader(range(4), 2), loader] if several else loader
+    module = ReadsOne()
+    module.validation_step = module.test_step = lambda batch, index, dataloader_idx=0: None
+    with pytest.raises(ValueError, match=r"OwnOrder .* same samples"):
+        getattr(training.trainer((1,)), stage)(module, loaders)
+    getattr(training.trainer((2,)), stage)(module, loaders)
+
+
 @pytest.mark.spmd(2)
 def test_a_batch_sampler_that_gives_all_replicas_the_same_samples():
     loader = DataLoader(range(8), batch_sampler=OwnOrder(range(8), 2, False))

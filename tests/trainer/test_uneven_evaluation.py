@@ -134,7 +134,7 @@ def compare(
     runner = training.trainer(domain, strategy=strategy, **limits)
     found = getattr(runner, stage)(module, loaders(batch_size), verbose=False)
     replicas = dist.get_world_size() // runner.strategy.domain_size
-    make = None if make in (shuffled, distributed, permuted) else make
+    make = None if make in READ_ALL else make
     assert_equal(found, alone(stage, loaders(batch_size * replicas), **limits))
     if not limits and make is None:
         expected = [(loader, i) for loader, n in enumerate(samples) for i in range(n)]
@@ -159,6 +159,24 @@ def whole_batches(data, size):
     return DataLoader(data, size, drop_last=True)
 
 
+class Whole(Numbered):
+    """A dataset of batches."""
+
+    def __getitem__(self, index):
+        return {name: value[None] for name, value in sample(index).items()}
+
+
+def made_by_the_dataset(data, size, **options):
+    return DataLoader(Whole(len(data)), batch_size=None, **options)
+
+
+def made_by_the_dataset_and_shuffled(data, size):
+    return made_by_the_dataset(data, size, shuffle=True)
+
+
+READ_ALL = (
+    shuffled, distributed, permuted, made_by_the_dataset, made_by_the_dataset_and_shuffled,
+)  # fmt: skip
 SIZES = {f"batches of {n}": {"batch_size": n} for n in range(1, 6)}
 
 
@@ -196,6 +214,8 @@ def some(cases, *sizes):
 def test_three_replicas(run_each):
     others = {
         "fewer samples": {"batch_size": 1, "samples": (2,)},
+        "batches of a dataset": {"batch_size": 1, "samples": (13, 2), "make": made_by_the_dataset},
+        "such batches, shuffled": {"batch_size": 1, "make": made_by_the_dataset_and_shuffled},
         "a sampler that draws": {"batch_size": 2, "samples": (13, 6), "make": permuted},
     }
     run_each(3, compare, some(SIZES, 1, 2) | others)
@@ -272,7 +292,19 @@ def test_predictions(given, limit):
 
 class Predicts(Evaluated):
     def predict_step(self, batch, index):
+        self.seen += [(0, int(i)) for i in batch["index"]]
         return self.network(batch["x"])
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("make", [made_by_the_dataset, made_by_the_dataset_and_shuffled])
+def test_batches_of_a_dataset_are_predicted_once(make):
+    torch.rand(dist.get_rank())  # replicas would draw other orders
+    runner, module = training.trainer((1,)), Predicts()
+    found = runner.predict(module, make(Numbered(5), 1))
+    assert seen_by_all(module, runner) == [(0, i) for i in range(5)]
+    with pytest.raises(ValueError, match=r"batch_size=None.*give it a batch size"):
+        predictions_in_order(runner, found)
 
 
 def check_predictions(*, domain=(1,)):

@@ -43,7 +43,8 @@ from lightning_shard.tensor.tensor import DomainTensor
 
 PATIENCE_S = 600.0  # for rank 0 to predict its first batch
 _STREAM = (
-    "predictions can be ordered only if the dataset has indices; this dataloader reads a stream"
+    "predictions can be ordered only if the dataloader knows the indices of their samples; this "
+    "one reads a stream, or whole batches of a dataset (batch_size=None)"
 )
 
 
@@ -254,11 +255,20 @@ def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
     Args:
         trainer: After `trainer.predict`.
         batches: The list that it returned on this rank for one dataloader, with samples in dim 0.
+
+    Raises:
+        ValueError: The dataloader does not say which samples are in a batch.
     """
     loader: Any = trainer.predict_dataloaders
     loader = loader[0] if is_list(loader) else loader
     mine: dict[int, Any] = {}
-    for indices, batch in zip(loader.batch_sampler.seen_batch_indices, batches, strict=False):
+    seen = getattr(loader.batch_sampler, "seen_batch_indices", None)
+    if seen is None:
+        raise ValueError(
+            f"{_STREAM}; give it a batch size and a dataset with indices, or return the number of "
+            "each sample from predict_step."
+        )
+    for indices, batch in zip(seen, batches, strict=False):
         whole = tree_map_only(Tensor, lambda x: gather(x).cpu(), batch)
         for i, index in enumerate(indices):
             mine[index] = tree_map_only(Tensor, lambda x, i=i: x[i].clone(), whole)
