@@ -142,8 +142,9 @@ def give_whole_to(loggers: Sequence[Any]) -> None:
     Args:
         loggers: The loggers of a Trainer. The property `experiment` of their classes, their methods
             `log_...` and the experiments' public methods are replaced, once for each class.
+            Nothing is replaced of the one that Lightning gives to a fast run: it writes nothing.
     """
-    for kind in {type(logger) for logger in loggers}:
+    for kind in {type(logger) for logger in loggers} - {DummyLogger}:
         _take_whole(kind, "log_")
         made = inspect.getattr_static(kind, "experiment", None)
         if isinstance(made, property) and made.fget and made.fget not in _giving:

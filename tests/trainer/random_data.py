@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
@@ -101,6 +102,10 @@ class Data:
     def loader(self, kind: str, count: int, first: int = 0) -> Any:
         size, data = self.size, Fields(lambda index: sample(first + index), count)
         options: dict[str, Any] = {"collate_fn": partial(formed, self.drawn["batch"])}
+        if self.drawn["workers"]:
+            options |= {"num_workers": 1, "persistent_workers": bool(count % 4)}
+        if kind != "batch_sampler":
+            options["drop_last"] = self.drawn["drop_last"]
         match kind:
             case "shuffle":
                 return DataLoader(data, size, shuffle=True, **options)
@@ -119,11 +124,18 @@ class Data:
                 stream = made(count // BATCH, self._made_of(first))
                 return DataLoader(stream, batch_size=None)
             case "whole":
-                if self.replicas > 1:  # a loader with a length is divided; each reads every second
-                    return DataLoader(data, size, **options)
-                return DataLoader(Fields(self._made_of(first), count // BATCH), batch_size=None)
+                made = Fields(partial(self._batch, first), count // BATCH * self.replicas)
+                return DataLoader(made, batch_size=None)
+            case "distributed":
+                place = {"num_replicas": self.replicas, "rank": self.replica, "shuffle": False}
+                return DataLoader(data, size, sampler=DistributedSampler(data, **place), **options)
             case _:
                 return DataLoader(data, size, **options)
+
+    def _batch(self, first: int, number: int) -> Any:
+        """A batch of neighbours; replicas take turns."""
+        here = range(first + number * self.size, first + (number + 1) * self.size)
+        return formed(self.drawn["batch"], [sample(i) for i in here])
 
     def _made_of(self, first: int) -> Callable[[int], Any]:
         def make(batch: int) -> Any:
@@ -153,13 +165,13 @@ class Data:
         kind = self.drawn["validation_data"]
         if kind == "none":
             return None
-        first = self.loader(kind, 8, 200)
+        first = self.loader(kind, self.drawn["validation_samples"], 200)
         if kind == "two":
             return [first, self.loader("plain", 12, 300)]
         return first
 
     def testing(self) -> Any:
-        first = self.loader("plain", 8, 400)
+        first = self.loader("plain", self.drawn["test_samples"], 400)
         return [first, self.loader("plain", 4, 500)] if self.drawn["test_data"] == "two" else first
 
 

@@ -22,64 +22,22 @@ from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
-from tests.trainer.random_data import Data, GivesLoaders, fields_of
+from tests.trainer.random_data import Data, GivesLoaders, Pair, fields_of
+from tests.trainer.random_network import network_of
 from tests.trainer.random_trainings import SEVERAL, Training
 
 Events = list[Any]
-
-
-class Mixed(nn.Module):
-    """A part of a network that is not local."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        match self.kind:
-            case "fft":
-                modes = torch.fft.rfft2(x)
-                return x + torch.fft.irfft2(
-                    torch.einsum("bchw,cd->bdhw", modes, self.weight + 0j), s=x.shape[-2:]
-                )
-            case "attention":
-                rows = x.flatten(2).transpose(1, 2)
-                seen = nn.functional.scaled_dot_product_attention(rows @ self.weight, rows, rows)
-                return x + seen.transpose(1, 2).reshape(x.shape)
-            case "pooled":
-                small = nn.functional.max_pool2d(x, 2, ceil_mode=True)
-                large = nn.functional.interpolate(small, size=x.shape[-2:], mode="bilinear")
-                return torch.cat((x[:, :2], large[:, 2:]), 1) * self.weight.sum()
-        return x
-
-
-def norm_of(kind: str, channels: int) -> nn.Module:
-    match kind:
-        case "group":
-            return nn.GroupNorm(2, channels)
-        case "batch":
-            return nn.BatchNorm2d(channels)
-        case "instance":
-            return nn.InstanceNorm2d(channels, affine=True)
-    return nn.Identity()
 
 
 class Drawn(LightningModule):
     def __init__(self, drawn: Training, events: Events, data: Data) -> None:
         super().__init__()
         self.drawn, self.events, self.data = drawn, events, data
-        torch.manual_seed(3)
-        network = nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1),
-            norm_of(drawn["norm"], 4),
-            nn.GELU(),
-            nn.Dropout(drawn["dropout"]),
-            Mixed(drawn["model"]),
-            nn.Conv2d(4, 1, 3, padding=1),
-        )
-        self.network = network.double()
+        self.network = None
+        if drawn["made_in"] == "init":
+            self._make()
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(1, 1, 7, 1, dtype=torch.float64))
         self.error = torchmetrics.MeanSquaredError()
@@ -87,13 +45,25 @@ class Drawn(LightningModule):
             {"mae": torchmetrics.MeanAbsoluteError(), "largest": torchmetrics.MaxMetric()}
         )
         self.kinds = kinds if drawn["log_validation"] == "collection" else None
-        if drawn["frozen"]:
-            self.network[0].requires_grad_(False)
         self.automatic_optimization = drawn["optimizer"] not in ("manual", "two")
         if drawn["given_by"] == "module":
             self.train_dataloader = data.training
             self.val_dataloader = lambda: GivesLoaders(data).val_dataloader()
             self.test_dataloader = self.predict_dataloader = data.testing
+
+    def _make(self) -> None:
+        if self.network is None:
+            self.network = network_of(self.drawn)
+            if self.drawn["frozen"]:
+                self.network[0].requires_grad_(False)
+
+    def configure_model(self) -> None:
+        if self.drawn["made_in"] == "configure_model":
+            self._make()
+
+    def setup(self, stage: str) -> None:
+        if self.drawn["made_in"] == "setup":
+            self._make()
 
     @property
     def backbone(self) -> nn.Module:
@@ -131,12 +101,16 @@ class Drawn(LightningModule):
         optimizers, schedulers = self.optimizers(), self.lr_schedulers()
         loss = torch.zeros(())
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            if self.drawn["toggles"]:
+                self.toggle_optimizer(optimizer)
             self.zero_grad()
             loss = self.loss_of(batch)
             self.manual_backward(loss)
             if self.drawn["clip"] is not None:
                 self.clip_gradients(optimizer, 0.05, "norm")
             optimizer.step()
+            if self.drawn["toggles"]:
+                self.untoggle_optimizer(optimizer)
         if self.drawn["schedule"] != "plateau" and schedulers is not None:
             schedulers.step()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
         return loss
@@ -154,7 +128,7 @@ class Drawn(LightningModule):
         x, y = fields_of(batch)
         guess = self(x)
         loss = (guess - y).square().mean()
-        options: dict[str, Any] = {"sync_dist": True, "batch_size": self.data.size}
+        options: dict[str, Any] = {"sync_dist": True, "batch_size": len(x)}
         match self.drawn["log_validation"]:
             case "mean":
                 self.log(f"{stage}_loss", loss, **options)
@@ -190,10 +164,51 @@ class Drawn(LightningModule):
                 value = value.full_tensor()
             self.log(f"in_{name}", value, prog_bar=bar, logger=logger, batch_size=1)
 
+    def _flipped(self, batch: Any, name: str) -> Any:
+        """The batch, with its fields in another order of columns where `name` is drawn."""
+        if self.drawn["transfer"] != name:
+            return batch
+        if isinstance(batch, Pair):
+            return Pair(batch.x.flip(-1), batch.y.flip(-1))
+        return tree_map_only(Tensor, lambda x: x.flip(-1), batch)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self._flipped(batch, "before")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self._flipped(batch, "after")
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        batch = self._flipped(batch, "device")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        if self.drawn["own_backward"]:
+            (2 * loss).backward(*args, **options)
+        else:
+            super().backward(loss, *args, **options)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if self.drawn["zeroes"]:
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = self.trainer.global_step
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["own"] == checkpoint["global_step"]
+
     def on_train_epoch_end(self) -> None:
         self._hook("on_train_epoch_end")
 
     def on_validation_epoch_end(self) -> None:
+        if self.drawn["gathers"]:
+            number = self.scale.detach().clone() * self.trainer.global_step
+            if isinstance(number, DTensor):
+                number = number.full_tensor()
+            self.events.append(("gathered", float(self.all_gather(number).mean())))
         self._hook("on_validation_epoch_end")
 
     def on_train_epoch_start(self) -> None:
@@ -310,6 +325,7 @@ def callbacks_of(
     if drawn["stopping"]:
         made.append(EarlyStopping("monitored", min_delta=0.5, patience=1, strict=False))
     options: dict[str, Any] = {"dirpath": folder, "filename": "{epoch}-{step}"}
+    options["save_weights_only"] = drawn["saves_weights"]
     match drawn["checkpoint"]:
         case "best":
             made.append(ModelCheckpoint(**options, monitor="monitored", save_top_k=2))

@@ -9,6 +9,11 @@ Training = dict[str, Any]
 CHOICES: dict[str, list[Any]] = {
     # the module
     "model": ["conv", "conv", "fft", "attention", "pooled"],
+    "part": [
+        "none", "none", "weight_norm", "spectral_norm", "list", "embedding", "complex", "unused",
+        "buffers", "tied", "checkpointed",
+    ],
+    "made_in": ["init", "init", "configure_model", "setup"],
     "norm": ["group", "none", "batch", "instance"],
     "dropout": [0.0, 0.0, 0.0, 0.3],
     "buffer": [False, False, True],
@@ -20,10 +25,15 @@ CHOICES: dict[str, list[Any]] = {
     "after_backward": [False, False, True],
     "before_step": [False, False, True],
     "own_optimizer_step": [False, False, False, True],
+    "toggles": [False, False, True],
+    "own_backward": [False, False, False, True],
+    "zeroes": [False, False, True],
+    "transfer": ["none", "none", "before", "after", "device"],
     "skips_rest": [False, False, False, False, True],
     # what is logged
     "log_training": ["step", "epoch", "both", "none", "sum", "max"],
     "log_validation": ["mean", "metric", "collection", "min", "none", "dict"],
+    "gathers": [False, False, True],
     "log_in_callback": [False, False, True],
     "log_hook": [
         "none", "none", "on_train_start", "on_train_epoch_start", "on_train_batch_start",
@@ -33,13 +43,19 @@ CHOICES: dict[str, list[Any]] = {
     "shown": [(True, True), (False, True), (True, False)],  # in the progress bar, by the logger
     "logger_every": [1, 2, 3],
     # data
-    "samples": [16, 12, 20, 8],
+    "samples": [16, 12, 20, 8, 14, 18],
+    "drop_last": [False, False, True],
+    "workers": [0, 0, 0, 0, 0, 0, 1],
+    "validation_samples": [8, 8, 9, 7],
+    "test_samples": [8, 5],
     "batch": ["dict", "tuple", "tensor", "nested", "dataclass"],
     "training_data": [
         "plain", "shuffle", "weighted", "batch_sampler", "random_sampler", "stream",
-        "sized_stream", "whole", "dict", "list", "min_size", "max_size",
+        "sized_stream", "whole", "distributed", "dict", "list", "min_size", "max_size",
     ],
-    "validation_data": ["plain", "none", "two", "stream", "whole", "dict", "shuffle"],
+    "validation_data": [
+        "plain", "none", "two", "stream", "whole", "dict", "shuffle", "distributed",
+    ],
     "test_data": ["plain", "two"],
     "given_by": ["loaders", "datamodule", "module"],
     # the Trainer
@@ -55,11 +71,18 @@ CHOICES: dict[str, list[Any]] = {
     "reload": [0, 0, 0, 1, 2],
     "averaging": ["none", "none", "none", "ema", "swa", "each step"],
     "finetuning": [False, False, False, False, True],
+    "precision": [None, None, "64-true"],
+    "inference_mode": [True, True, False],
+    "detect_anomaly": [False, False, False, True],
+    "fast_dev_run": [False, False, False, False, False, False, 2],
+    "min_epochs": [None, None, None, 2],
+    "saves_weights": [False, False, True],
     "configures_callbacks": [False, False, True],
     "stopping": [False, False, True],
     "checkpoint": ["none", "none", "best", "steps", "epoch"],
     "rates": [False, False, True],
-    "sharding": ["auto", "auto", "full", "gradients"],
+    "sharding": ["auto", "auto", "full", "gradients", "none"],
+    "tiles": [3, 2, 5],
     # what follows
     "stages": [(), ("validate",), ("test",), ("predict",), ("fit",), ("test", "predict")],
     "tests_best": [False, True],
@@ -74,6 +97,8 @@ def draw(seed: int, replicas: int) -> Training:
     numbers = random.Random(seed)
     training = {name: numbers.choice(values) for name, values in CHOICES.items()}
     training |= _possible(training)
+    if training["fast_dev_run"]:  # saves nothing
+        training |= {"resume": 0, "checkpoint": "none"}
     if training["resume"]:
         training |= _resumable(training)
     if replicas > 1:
@@ -100,6 +125,8 @@ def _possible(training: Training) -> Training:
         changed["validate_every"] = 1.0  # else after more batches than an epoch has
     if training["training_data"] == "stream":
         changed |= {"limit_training": 3, "validate_every": 2}
+    if training["part"] == "complex" and isinstance(training["clip"], tuple):
+        changed["clip"] = None  # torch clips no complex gradients by value; ranks do
     if training["optimizer"] == "lbfgs":  # takes one group of parameters
         changed["finetuning"] = False
     if training["optimizer"] in ("manual", "two"):
@@ -113,17 +140,16 @@ def _resumable(training: Training) -> Training:
     """What takes the place of choices after which a resumed run differs (docs/checkpoints.md).
 
     Gradients that were accumulated are not in a checkpoint, nor is the epoch in which Lightning
-    has last asked for loaders.
+    has last asked for loaders, nor the dtype that torchmetrics takes from its first evaluation.
     """
-    changed: Training = {"accumulate": 1, "scheduled": False}
+    changed: Training = {"accumulate": 1, "scheduled": False, "precision": None}
     changed["reload"] = min(training["reload"], 1)
     if training["log_hook"] == "on_train_start":
         changed["log_hook"] = "none"
-    kind, length = training["length"]
+    kind, batches = training["length"]
     if kind == "steps" and training["optimizer"] == "two":  # each counts
-        length *= 2
-        changed["length"] = (kind, length)
-    if kind == "steps" and training["resume"] >= length:
+        changed["length"] = (kind, 2 * batches)
+    if kind == "steps" and training["resume"] >= batches:
         changed["resume"] = 2
     return changed
 

@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.fsdp import rank_barrier
 from lightning_shard.trainer.report.tables import mesh_table
 from tests.reference import computed_once
-from tests.trainer.featured import Featured, fit_alone, fit_sharded
+from tests.trainer.featured import Featured, fit_alone, fit_sharded, loader
 from tests.trainer.programs import (
     ALWAYS_REFUSED,
     PER_REPLICA,
@@ -229,6 +229,15 @@ def test_loggers_draw_split_tensors_and_shards_as_in_one_process(domain: tuple[i
             assert found == pytest.approx(expected, rel=1e-10)
     else:
         assert not split.drawn
+
+
+@pytest.mark.spmd(2)
+def test_a_fast_run_has_several_stages() -> None:
+    """Lightning gives it a logger of its own, whose class is changed as those of others are."""
+    module = Featured()
+    runner = fit_sharded(module, (2,), fast_dev_run=1, logger=Pictures())
+    assert runner.test(module, loader(2), verbose=False)
+    assert runner.test(module, loader(2), verbose=False)
 
 
 @pytest.mark.spmd(2)

@@ -47,6 +47,11 @@ def options_of(drawn: Training) -> dict[str, Any]:
         "log_every_n_steps": drawn["logger_every"],
         "enable_checkpointing": drawn["checkpoint"] != "none",
         "accumulate_grad_batches": drawn["accumulate"],
+        "inference_mode": drawn["inference_mode"],
+        "detect_anomaly": drawn["detect_anomaly"],
+        "min_epochs": drawn["min_epochs"],
+        "precision": drawn["precision"],
+        "fast_dev_run": drawn["fast_dev_run"],
     }
     if isinstance(drawn["clip"], tuple) and drawn["optimizer"] not in OWN_STEPS:
         how, size = drawn["clip"]
@@ -98,7 +103,7 @@ class Run:
             callbacks.append(Saves(self.drawn["resume"], path, self.events))
         options = options_of(self.drawn) | {"callbacks": callbacks, "logger": Notes(self.events)}
         if not self.domain:
-            strategy = "auto" if self.domain is None else TiledStrategy(3)
+            strategy = "auto" if self.domain is None else TiledStrategy(self.drawn["tiles"])
             plain = {"devices": 1, "plugins": LightningEnvironment(), "strategy": strategy}
             return Trainer(**(QUIET | options | plain))
         strategy = {"sharding": self.drawn["sharding"], "exact_random": True}
@@ -157,7 +162,9 @@ class Run:
                     self.events.append(self._predicted(runner))
 
     def _predicted(self, runner: Trainer) -> list[Tensor]:
-        found: Any = runner.predict(self.module, self.data.loader("plain", 8, 400))
+        found: Any = runner.predict(
+            self.module, self.data.loader("plain", self.drawn["test_samples"], 400)
+        )
         if self.domain is not None:
             return list(predictions_in_order(runner, found))
         return [row for batch in found for row in batch]
