@@ -12,6 +12,7 @@ from lightning_shard.domain.comm import all_reduce, of_all, transpose
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, fetch_all, needs_of, route_of
 from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, layout_of, merge, part_sizes
 from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
 from lightning_shard.domain.strides import of_view
@@ -304,8 +305,7 @@ def sum_over(x: Subdomain, local: Tensor, dims: Sequence[int]) -> Tensor:
     axes = x.layout.axes(*dims) if dims else ()
     if not axes:
         return local
-    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
-    return all_reduce(wide, x.domain.group(axes)).to(local.dtype)
+    return all_reduce(wide(local), x.domain.group(axes)).to(local.dtype)
 
 
 def all_gather_small(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from lightning_shard.domain.comm import add_to_owners, exchange
 from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.local_group import rank_in
 from lightning_shard.domain.together import Route
 from lightning_shard.processes.torch_private.typed import typed_torch
@@ -179,9 +180,9 @@ def _gradients(
     scores is p * (g @ v.T - delta), where delta = (g * out).sum(-1). So the gradients of all
     operands are those of the sum of p * (g @ v.T - delta) with normalizer and delta held constant.
     """
-    grad = _wide(grad)
+    grad = wide(grad)
     delta = (grad * out).sum(-1, keepdim=True)
-    of_q, of_k, of_v = (torch.zeros_like(_wide(x)) for x in (q, k, v))
+    of_q, of_k, of_v = (torch.zeros_like(wide(x)) for x in (q, k, v))
     of_mask = torch.zeros_like(mask) if mask is not None and learned else None
     for columns, route in ring.steps():
         keys, values = _block(k, route, ring), _block(v, route, ring)
@@ -210,7 +211,7 @@ def _gradients(
 
 
 def _block(x: Tensor, route: Route, ring: Ring) -> Tensor:
-    return _wide(exchange(x, x.ndim - 2, route, ring.group))
+    return wide(exchange(x, x.ndim - 2, route, ring.group))
 
 
 def _give_back(total: Tensor, block: Tensor, route: Route, ring: Ring) -> None:
@@ -224,7 +225,7 @@ def _give_back(total: Tensor, block: Tensor, route: Route, ring: Ring) -> None:
 def _scores(
     q: Tensor, keys: Tensor, mask: Tensor | None, rows: Span, columns: Span, ring: Ring
 ) -> Tensor:
-    scores = (_wide(q) @ _like_heads(keys, q).mT) * ring.scale
+    scores = (wide(q) @ _like_heads(keys, q).mT) * ring.scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     later = ring.later(rows, columns, q.device)
@@ -255,8 +256,3 @@ def _like_heads(x: Tensor, like: Tensor) -> Tensor:
     if x.ndim < 3 or like.ndim < 3 or x.shape[-3] in (1, like.shape[-3]):
         return x
     return x.repeat_interleave(like.shape[-3] // x.shape[-3], -3)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return half precision in single, as torch's own math attention computes it."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

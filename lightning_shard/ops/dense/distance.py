@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, sum_over
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, uncast
 from lightning_shard.ops.dense.linear import contract
 from lightning_shard.ops.reduce.extreme import extreme
-from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, sum_
+from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, rounded, sum_
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_private.typed import linalg, typed_torch
 
@@ -52,11 +53,15 @@ def _norm(
     size = x.like(x.local.to(dtype).abs() if dtype else x.local.abs())
     if p in (float("inf"), float("-inf")):
         return extreme(
-            torch.amax if p > 0 else torch.amin, size, () if dim is None else dim, keepdim
+            torch.amax if p > 0 else torch.amin,
+            size,
+            () if dim is None else dim,
+            keepdim,
+            of_nan=True,
         )
     dims = reduced_dims(x, dim)
-    total = sum_over(x, _power(size.local, p).sum(dims, keepdim=keepdim), dims)
-    return result(x, _root(total, p), dims, keepdim)
+    total = sum_over(x, _power(wide(size.local), p).sum(dims, keepdim=keepdim), dims)
+    return rounded(result(x, _root(total, p), dims, keepdim), size.dtype)
 
 
 @implements(F.cosine_similarity, torch.cosine_similarity)

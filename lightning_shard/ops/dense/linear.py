@@ -29,6 +29,7 @@ from lightning_shard.domain.align import (
 )
 from lightning_shard.domain.comm import all_reduce
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.layout import Dim, Factor, Layout, layout_of, merge
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, without_autocast
@@ -77,7 +78,8 @@ def contract(
     gone = {label for label in dims if label not in output}
     summed = tuple(sorted(a for label in gone for f in dims[label] for a in f.axes))
     if summed:
-        result = all_reduce(result, first.domain.group(summed))
+        total = all_reduce(wide(result), first.domain.group(summed))
+        result = total.to(result.dtype)
     layout = layout_of(tuple(dims[label] for label in output), grid)
     return first.like(result, layout) if layout.split_dims else result
 

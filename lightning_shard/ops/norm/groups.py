@@ -18,11 +18,10 @@ from torch import Tensor
 from lightning_shard.domain.align import all_gather_small, sum_over, volume
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.domain.wire import reduce_in_place
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -137,16 +136,6 @@ class Joint:
         elif total.numel():  # else there is no sample here: as little on the ranks that share it
             total = sum_over(first.placed(total), total, first.dims)
         return total / first.count
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return values of half precision in float32, others as they are."""
-    return x.float() if x.dtype in _HALF else x
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of values that are `wide`."""
-    return torch.float32 if dtype in _HALF else dtype
 
 
 def own_moments(view: Tensor) -> Tensor:

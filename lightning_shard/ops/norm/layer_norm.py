@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import one_factor, sum_over, take_local, volume
 from lightning_shard.domain.empty_ranks import empty_attached
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.local_group import after
 from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.subdomain import Subdomain
@@ -59,10 +60,10 @@ def rms_norm(
         return x.like(func(x.local, list(normalized_shape), weight, eps))
     (local,) = cast_for(of_one(F.rms_norm, (1,)), x.local)
     local = local.contiguous(memory_format=format_of(local))
-    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    total = sum_over(x, wide.square().sum(dims, keepdim=True), dims)
-    result = wide * torch.rsqrt(total / volume(x.layout, dims) + eps)
+    values = wide(local)
+    eps = torch.finfo(values.dtype).eps if eps is None else eps
+    total = sum_over(x, values.square().sum(dims, keepdim=True), dims)
+    result = values * torch.rsqrt(total / volume(x.layout, dims) + eps)
     return x.like(_affine(result, _of_dims(x, dims, weight), None).to(local.dtype))
 
 

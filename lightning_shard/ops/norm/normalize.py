@@ -19,9 +19,10 @@ from torch.autograd import Function
 
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.half import wide, wide_dtype
 from lightning_shard.domain.local_group import Later, joining
 from lightning_shard.domain.memory_format import format_of, owned
-from lightning_shard.ops.norm.groups import Groups, Joint, mixed, own_moments, wide, wide_dtype
+from lightning_shard.ops.norm.groups import Groups, Joint, mixed, own_moments
 from lightning_shard.processes.torch_private.internals import in_transform
 
 Normalized = tuple[Tensor, Tensor]  # the result, and the moments of each group

@@ -22,6 +22,8 @@ from lightning_shard.domain.align import (
 )
 from lightning_shard.domain.comm import all_reduce_extreme
 from lightning_shard.domain.empty_ranks import concatenated
+from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.half import wide_dtype
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import uncast
 from lightning_shard.ops.reduce.scan import one_of_each
@@ -60,9 +62,18 @@ _PAIRS: dict[Callable[..., Any], Any] = {
 @implements(*_KINDS)
 @uncast
 def extreme(
-    func: Callable[..., Tensor], x: Subdomain, dim: Dims = (), keepdim: bool = False
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: Dims = (),
+    keepdim: bool = False,
+    *,
+    of_nan: bool = False,
 ) -> Subdomain | Tensor:
-    """Find the extreme; ties share the gradient, as in torch."""
+    """Find the extreme; ties share the gradient, as in torch.
+
+    If it is NaN, its gradient is that of those elements that are, with `of_nan`. Without, all
+    elements have the gradient NaN.
+    """
     dims = reduced_dims(x, dim)
     axes = x.layout.axes(*dims) if dims else ()
     if not axes:
@@ -77,13 +88,18 @@ def extreme(
         best = func(rows, dims, True)
     wide = best if best.is_floating_point() else best.long()  # backends lack bool and int16
     best = all_reduce_extreme(wide, kind.over_ranks, x.domain.group(axes)).to(best.dtype)
-    if x.local.is_floating_point():
-        chosen = (x.local == best) | (x.local != x.local)
-        ties = sum_over(x, chosen.sum(dims, keepdim=True).to(x.local.dtype), dims)
+    has_graph = torch.is_grad_enabled() and x.local.requires_grad
+    if x.local.is_floating_point() and (has_graph or in_forward_mode()):
+        chosen = (x.local == best) | (x.local != x.local) if of_nan else x.local == best
+        counts = chosen.sum(dims, keepdim=True).to(wide_dtype(x.local.dtype))
+        ties = sum_over(x, counts, dims)
+        if not of_nan:
+            none = ties == 0
+            chosen, ties = chosen | none, ties.masked_fill(none, math.nan)
         shares = torch.where(chosen, x.local, torch.zeros_like(x.local)) / ties
         mean = sum_over(x, shares.sum(dims, keepdim=True), dims)
         # the mean of equal values may be rounded, and `x == x.max()` must find them
-        best = mean + (best - mean).detach().nan_to_num(0.0, 0.0, 0.0)
+        best = (mean + (best - mean).detach().nan_to_num(0.0, 0.0, 0.0)).to(best.dtype)
     return result(x, best if keepdim else squeezed(best, dims), dims, keepdim)
 
 
@@ -93,7 +109,7 @@ def max_(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """`max(x)`, `max(x, other)`, and `max(x, dim)` with the indices."""
     kind = _PICKS[func]
     if not args and not kwargs:
-        return extreme(kind.of_dims, x)
+        return extreme(kind.of_dims, x, of_nan=True)
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Subdomain | Tensor):
         layout = common_layout([x, other])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, sum_over
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.half import wide, wide_dtype
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.reduce.sums import mean, sum_
@@ -62,9 +63,9 @@ def class_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Operan
     counts = labels != given.get("ignore_index", -100)
     weight = given.get("weight")
     if weight is None:
-        share = counts.to(local.dtype)
+        share = counts.to(wide_dtype(local.dtype))
     else:
-        share = torch.where(counts, weight[torch.where(counts, labels, 0)], 0)
+        share = torch.where(counts, wide(weight)[torch.where(counts, labels, 0)], 0)
     return _over(per_sample, sum_over(per_sample, share.sum(), range(samples.ndim)))
 
 
@@ -97,6 +98,6 @@ def _reduced(x: Subdomain, reduction: str) -> Operand:
 
 
 def _over(x: Subdomain, divisor: Tensor | int) -> Tensor:
-    total = sum_(torch.sum, x)
+    total = sum_(torch.sum, x, dtype=wide_dtype(x.dtype))
     assert isinstance(total, Tensor)
-    return total / divisor
+    return (total / divisor).to(x.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_shard.domain.align import sum_over, volume
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one, uncast
 from lightning_shard.ops.reduce.extreme import extreme
@@ -47,10 +48,10 @@ def softmax(
 @uncast
 def _softmax(x: Subdomain, d: int, *, log: bool) -> Subdomain:
     x = x.in_rows(x.local.contiguous())  # as torch's result lies
-    shifted = x.local - _maximum(x, (d,))
+    shifted = wide(x.local - _maximum(x, (d,)))
     powers = shifted.exp()
     total = sum_over(x, powers.sum(d, keepdim=True), (d,))
-    return x.like(shifted - total.log() if log else powers / total)
+    return x.like((shifted - total.log() if log else powers / total).to(x.dtype))
 
 
 @implements(F.softmin)
@@ -77,7 +78,8 @@ def logsumexp(
 def _logsumexp(x: Subdomain, dims: tuple[int, ...], keepdim: bool) -> Subdomain | Tensor:
     top = _maximum(x, dims)
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
-    total = sum_over(x, (x.local - top).exp().sum(dims, keepdim=True), dims).log() + top
+    powers = wide(x.local - top).exp()
+    total = (sum_over(x, powers.sum(dims, keepdim=True), dims).log() + top).to(x.dtype)
     return result(x, total if keepdim else squeezed(total, dims), dims, keepdim)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.comm import of_all
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.layout import partition
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.transfer import Transfer, transferred
@@ -47,9 +48,7 @@ def sorted_rows(x: Subdomain, *, descending: bool) -> tuple[Subdomain, Subdomain
 
 def _key(x: Tensor) -> Tensor:
     """Cast to a dtype that every device can compare and search."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return x.float()
-    return x.to(torch.uint8) if x.dtype == torch.bool else x
+    return x.to(torch.uint8) if x.dtype == torch.bool else wide(x)
 
 
 def _parts(ordered: Tensor, ranks: int, x: Subdomain, *, descending: bool) -> Tensor:

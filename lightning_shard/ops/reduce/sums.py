@@ -16,6 +16,7 @@ from lightning_shard.domain.align import (
     sum_over,
     volume,
 )
+from lightning_shard.domain.half import HALF, wide, wide_dtype
 from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import uncast
@@ -43,6 +44,13 @@ def result(x: Subdomain, local: Tensor, dims: Sequence[int], keepdim: bool) -> S
     return x.like(local, layout) if layout.split_dims else local
 
 
+def rounded(found: Subdomain | Tensor, kind: torch.dtype | None) -> Subdomain | Tensor:
+    """Cast what was computed in float32, if `kind` is half precision."""
+    if kind not in HALF:
+        return found
+    return found.like(found.local.to(kind)) if isinstance(found, Subdomain) else found.to(kind)
+
+
 @implements(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum, joins=True)
 def sum_(
     func: Callable[..., Tensor],
@@ -54,8 +62,12 @@ def sum_(
 ) -> Subdomain | Tensor:
     """Sum; the sums of the ranks that split the dims are added up."""
     dims = reduced_dims(x, dim)
+    kind = None
+    if x.dtype in HALF or dtype in HALF:
+        kind = func(x.local.new_zeros(()), dtype=dtype).dtype  # as autocast has it
+        dtype = wide_dtype(kind)
     local = func(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
-    return result(x, sum_over(x, local, dims), dims, keepdim)
+    return rounded(result(x, sum_over(x, local, dims), dims, keepdim), kind)
 
 
 @implements(torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean, joins=True)
@@ -70,27 +82,33 @@ def mean(
 ) -> Subdomain | Tensor:
     """Mean, of all elements or of those that are not NaN; sums of the ranks are added up."""
     dims = reduced_dims(x, dim)
+    kind: torch.dtype = dtype or x.dtype
+    dtype = wide_dtype(kind) if kind in HALF else dtype
+    count: Tensor | int = volume(x.layout, dims)
     if func in (torch.nanmean, Tensor.nanmean):
         total = torch.nansum(x.local, dims, keepdim, dtype=dtype)
         count = sum_over(x, (~x.local.isnan()).sum(dims, keepdim), dims)
-        return result(x, sum_over(x, total, dims) / count, dims, keepdim)
-    total = torch.sum(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
-    return result(x, sum_over(x, total, dims) / volume(x.layout, dims), dims, keepdim)
+    elif dims:
+        total = torch.sum(x.local, dims, keepdim, dtype=dtype)
+    else:
+        total = func(x.local, dtype=dtype)
+    return rounded(result(x, sum_over(x, total, dims) / count, dims, keepdim), kind)
 
 
 @implements(torch.var, Tensor.var, torch.std, Tensor.std, joins=True)
 @uncast
 def var(func: Callable[..., Tensor], x: Subdomain, *args: Any, **kwargs: Any) -> Subdomain | Tensor:
     """Variance or standard deviation; means and squared deviations of the ranks travel."""
-    return _spread(func, _var_and_mean(x, *args, **kwargs)[0])
+    variance, _ = _var_and_mean(x, *args, **kwargs)
+    return rounded(_spread(func, variance), x.dtype)
 
 
 @implements(torch.var_mean, torch.std_mean, joins=True)
 @uncast
 def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Mean, and variance or standard deviation; means and squared deviations travel."""
-    found, center = _var_and_mean(x, *args, **kwargs)
-    return _spread(func, found), center
+    variance, center = _var_and_mean(x, *args, **kwargs)
+    return rounded(_spread(func, variance), x.dtype), rounded(center, x.dtype)
 
 
 def _spread(func: Callable[..., Any], variance: Subdomain | Tensor) -> Subdomain | Tensor:
@@ -110,7 +128,7 @@ def _var_and_mean(
     *,
     correction: float | None = None,
 ) -> tuple[Any, Any]:
-    """Compute the global mean, and then the squared distances from it.
+    """Compute the global mean, and then the squared distances from it, in float32 at least.
 
     Where the mean is large its rounding shifts all distances; what they sum up to tells how far.
     """
@@ -119,6 +137,7 @@ def _var_and_mean(
     dims = reduced_dims(x, dim)
     correction = float(unbiased) if correction is None else correction
     count = volume(x.layout, dims)
+    x = x.like(wide(x.local))
     center = sum_over(x, x.local.sum(dims, keepdim=True), dims) / count
     distances = x.local - center
     shifts = torch.view_as_real(distances).unbind(-1) if x.dtype.is_complex else (distances,)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_shard.domain.align import in_own_memory, one_factor, sum_over
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.fetch import Span, fetch, needs_of
+from lightning_shard.domain.half import wide_dtype
 from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.memory_format import format_of, selected
 from lightning_shard.domain.subdomain import Subdomain
@@ -100,7 +101,7 @@ def _averaged(x: Tensor, dim: int, extent: int, output: int, outputs: Span, rows
     A row counts in its own windows only, also if it is NaN or infinite.
     """
     starts, sizes = _windows_within(extent, output, outputs, rows)
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    kind = wide_dtype(x.dtype)
     ones = [1] * (x.ndim - dim - 1)
     with without_autocast(x):  # the types are those of its operands by now
         if _lie_beside(starts, sizes):
@@ -110,8 +111,8 @@ def _averaged(x: Tensor, dim: int, extent: int, output: int, outputs: Span, rows
             places, inside = _places(starts, sizes, x.device)
             parts = _parted(selected(x, dim, places.flatten()), dim, places.shape)
             parts = torch.where(inside.view(*inside.shape, *ones), parts, 0)
-        sums = parts.sum(dim + 1, dtype=wide)
-        counts = _counts(extent, output, outputs, wide, x.device)
+        sums = parts.sum(dim + 1, dtype=kind)
+        counts = _counts(extent, output, outputs, kind, x.device)
         return (sums / counts.view(-1, *ones)).to(x.dtype)
 
 

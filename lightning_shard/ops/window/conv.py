@@ -23,8 +23,6 @@ from lightning_shard.ops.window.conv_together import conv_together, fits_togethe
 from lightning_shard.ops.window.overlap import may_overlap, numbers_of, overlapped
 from lightning_shard.ops.window.strips import Window, plan_of
 
-_HALF = (torch.float16, torch.bfloat16)
-
 
 @implements(
     F.conv1d,

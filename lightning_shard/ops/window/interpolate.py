@@ -20,6 +20,7 @@ from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
+from lightning_shard.domain.half import wide_dtype
 from lightning_shard.domain.memory_format import selected
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
@@ -122,9 +123,8 @@ def _interpolate_dim(
     x = one_factor(x, dim)
     grid, layout = x.layout.grid, x.layout.with_dim(dim, output)
     (factor,) = layout.dims[dim]
-    half = x.dtype in (torch.float16, torch.bfloat16)
-    wide = x.dtype if x.dtype.is_floating_point and not half else torch.float32
-    resize = Resize(x.shape[dim], output, scale, kernel, wide, x.local.device)
+    kind = wide_dtype(x.dtype) if x.dtype.is_floating_point else torch.float32
+    resize = Resize(x.shape[dim], output, scale, kernel, kind, x.local.device)
     needs = _needs(resize, grid.parts(factor.axes))
     rows = fetch_to_read(x, dim, needs) if factor.axes else x.local
     low, high = factor.bounds(grid)

@@ -217,3 +217,20 @@ def test_an_extreme_with_ties_is_one_of_the_elements():
         assert split.max() == number
         assert split.min() == -number
         assert torch.equal(lightning_shard.gather(split == split.max()), x == x.max())
+
+
+OF_NAN = {"amax": torch.amax, "amin": torch.amin, "max": torch.max, "inf": torch.linalg.vector_norm}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", OF_NAN)
+def test_gradients_of_an_extreme_that_is_nan(name):
+    """They are NaN for all elements of `amax`, and those of the NaN only for `max`, as in torch."""
+    options = {"ord": torch.inf} if name == "inf" else {}
+    gradients = []
+    for split in (False, True):
+        x = torch.tensor([1.0, torch.nan, 3.0, torch.nan, 2.0], dtype=torch.float64)
+        x = (lightning_shard.shard(x, mesh_of(2), 0) if split else x).requires_grad_()
+        OF_NAN[name](x, **options).backward()
+        gradients.append(lightning_shard.gather(x.grad))
+    torch.testing.assert_close(gradients[1], gradients[0], equal_nan=True)

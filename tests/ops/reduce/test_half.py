@@ -1,0 +1,83 @@
+"""Sums of half precision are as exact on ranks and in tiles as torch's, and overflow no earlier.
+
+Torch adds up float16 and bfloat16 in float32. Partial sums that were rounded to half precision
+would be infinite in float16, and coarse in both, the more ranks there are.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lightning_shard
+from tests.parity import mesh_of, tiles_of
+
+LABELS = (torch.arange(300 * 256) % 2).view(1, 300, 256)
+
+
+def both(x):
+    return torch.cat([x / 8, -x / 8], 1)
+
+
+FUNCTIONS = {
+    "mean": lambda x: x.mean(),
+    "mean over space": lambda x: x.mean((2, 3)),
+    "nanmean": lambda x: (x / 100).nanmean(),
+    "sum": lambda x: (x / 1000).sum(),
+    "sum of opposites": lambda x: torch.cat([x, -x, x / 1000], 2).sum(),
+    "var": lambda x: x.var(),
+    "std": lambda x: x.std((2, 3)),
+    "norm": lambda x: x.norm(),
+    "norm over space": lambda x: torch.linalg.vector_norm(x, dim=(2, 3)),
+    "normalize": lambda x: F.normalize(x.flatten(2), dim=-1),
+    "cosine": lambda x: F.cosine_similarity(x.flatten(2), x.flatten(2) + 1, dim=-1),
+    "distance": lambda x: torch.dist(x, x / 2),
+    "softmax": lambda x: (x / 100).flatten(2).softmax(-1),
+    "log_softmax": lambda x: (x / 100).flatten(2).log_softmax(-1),
+    "logsumexp": lambda x: (x / 100).flatten(2).logsumexp(-1),
+    "mse": lambda x: F.mse_loss(x, x / 2),
+    "l1": lambda x: F.l1_loss(x, x / 2, reduction="mean"),
+    "huber": lambda x: F.huber_loss(x, x / 2),
+    "cross entropy": lambda x: F.cross_entropy(both(x), LABELS),
+    "weighted cross entropy": lambda x: F.cross_entropy(
+        both(x), LABELS, torch.tensor([1, 3], dtype=x.dtype)
+    ),
+    "gaussian": lambda x: F.gaussian_nll_loss(x, x / 2, x.abs() + 1),
+    "pooled": lambda x: F.adaptive_avg_pool2d(x, (1, 3)),
+    "product of matrices": lambda x: (x[0, 0].T / 100) @ x[0, 0],
+    "largest": lambda x: x.amax((2, 3)),
+}
+
+
+def value_and_gradient(function, x):
+    x = x.detach().requires_grad_()
+    value = lightning_shard.gather(function(x))
+    (gradient,) = torch.autograd.grad(value.float().square().mean(), x)
+    return value.detach().double(), lightning_shard.gather(gradient).double()
+
+
+def check(function, dtype, shard):
+    x = 5 + 3 * torch.randn(1, 1, 300, 256, generator=torch.Generator().manual_seed(2))
+    x = x.to(dtype)
+    exact = value_and_gradient(function, x.double())
+    plain = value_and_gradient(function, x)
+    found = value_and_gradient(function, shard(x))
+    for mine, torchs, correct in zip(found, plain, exact, strict=True):
+        rounding = torch.finfo(dtype).eps * correct.abs().max() + torch.finfo(dtype).smallest_normal
+        error = (torchs - correct).abs().max().nan_to_num(0, 0)  # torch's own may overflow
+        assert (mine - correct).abs().max() < 2 * error + 2 * rounding
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+@DTYPES
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_on_ranks(name, dtype):
+    check(FUNCTIONS[name], dtype, lambda x: lightning_shard.shard(x, mesh_of(3), 2))
+
+
+@DTYPES
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_in_tiles(name, dtype):
+    check(FUNCTIONS[name], dtype, lambda x: lightning_shard.shard(x, tiles_of(3), 2))
