@@ -16,6 +16,7 @@ The group is always an argument and the device is the tensor's: nothing here kno
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -100,11 +101,21 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
-    """Find the elementwise `ReduceOp.MAX` or `MIN` over the ranks; it carries no gradient."""
+    """Find the elementwise `ReduceOp.MAX` or `MIN` over the ranks; it carries no gradient.
+
+    It is NaN where a rank has NaN, which travels beside the values: backends lose it, or keep it on
+    some of the ranks.
+    """
     refuse_tangent(x)
-    result = x.detach().clone(memory_format=torch.contiguous_format)
-    reduce_in_place(result, op, group)
-    return result
+    if not x.is_floating_point():
+        result = x.detach().clone(memory_format=torch.contiguous_format)
+        reduce_in_place(result, op, group)
+        return result
+    worst = -math.inf if op == dist.ReduceOp.MAX else math.inf
+    nans = x.detach().isnan()
+    both = torch.stack([x.detach().masked_fill(nans, worst), torch.where(nans, -worst, worst)])
+    reduce_in_place(both, op, group)
+    return both[0].masked_fill(both[1] == -worst, math.nan)
 
 
 def of_all(part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -223,14 +223,19 @@ OF_NAN = {"amax": torch.amax, "amin": torch.amin, "max": torch.max, "inf": torch
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("place", [0, 4], ids=["on the first rank", "on the last"])
 @pytest.mark.parametrize("name", OF_NAN)
-def test_gradients_of_an_extreme_that_is_nan(name):
-    """They are NaN for all elements of `amax`, and those of the NaN only for `max`, as in torch."""
+def test_an_extreme_that_is_nan(name, place):
+    """As in torch: all gradients of `amax` are NaN, and those of NaN share that of `max`."""
     options = {"ord": torch.inf} if name == "inf" else {}
-    gradients = []
+    found = []
     for split in (False, True):
-        x = torch.tensor([1.0, torch.nan, 3.0, torch.nan, 2.0], dtype=torch.float64)
+        x = torch.tensor([1.0, 4, 3.0, -4, 2.0], dtype=torch.float64)
+        x[place] = torch.nan
         x = (lightning_shard.shard(x, mesh_of(2), 0) if split else x).requires_grad_()
-        OF_NAN[name](x, **options).backward()
-        gradients.append(lightning_shard.gather(x.grad))
-    torch.testing.assert_close(gradients[1], gradients[0], equal_nan=True)
+        value = OF_NAN[name](x, **options)
+        assert value.isnan()
+        assert OF_NAN[name](x.detach(), **options).isnan()
+        value.backward()
+        found.append(lightning_shard.gather(x.grad))
+    torch.testing.assert_close(found[1], found[0], equal_nan=True)
