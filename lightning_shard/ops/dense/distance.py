@@ -88,14 +88,14 @@ def cdist(
     labels = [(batch + rows)[-x.ndim :] for x, rows in ((x1, "XZ"), (x2, "YZ"))]
 
     def local(a: Tensor, b: Tensor) -> Tensor:
-        size = torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
+        size = torch.cdist(wide(a), wide(b), p, compute_mode="donot_use_mm_for_euclid_dist")
         return _power(size, p or 1) if split else size  # order 0 counts
 
     found = contract(local, [x1, x2], labels, batch + "XY")
-    if not split:
-        return found
-    whole = _root(_local(found), p or 1)
-    return found.like(whole) if isinstance(found, Subdomain) else whole
+    if split:
+        whole = _root(_local(found), p or 1)
+        found = found.like(whole) if isinstance(found, Subdomain) else whole
+    return rounded(found, x1.dtype)
 
 
 @implements(F.pairwise_distance, torch.pairwise_distance)

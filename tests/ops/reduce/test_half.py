@@ -31,6 +31,7 @@ FUNCTIONS = {
     "normalize": lambda x: F.normalize(x.flatten(2), dim=-1),
     "cosine": lambda x: F.cosine_similarity(x.flatten(2), x.flatten(2) + 1, dim=-1),
     "distance": lambda x: torch.dist(x, x / 2),
+    "distances": lambda x: torch.cdist(x[0, 0, :, :2], x[0, 0, :5, :2]),
     "softmax": lambda x: (x / 100).flatten(2).softmax(-1),
     "log_softmax": lambda x: (x / 100).flatten(2).log_softmax(-1),
     "logsumexp": lambda x: (x / 100).flatten(2).logsumexp(-1),
