@@ -1,5 +1,6 @@
 """Compares what the ranks of a domain have read: their parts must be of the same samples."""
 
+import io
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -58,10 +59,17 @@ def identity_of(x: Tensor | LocalPart) -> tuple[Any, ...]:
         return (x.shape, str(x.tensor.dtype), x.samples)
     if isinstance(x, DomainTensor | FakeTensor):  # the values of a fake one are nowhere
         return (tuple(x.shape), str(x.dtype))
+    if x.is_nested:
+        return (str(x.dtype), *(identity_of(each) for each in x.unbind()))
+    return (tuple(x.shape), str(x.dtype), zlib.crc32(_bytes_of(x.detach().cpu())))
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    """Return what tells the values of a tensor from others of its shape and dtype."""
+    if x.layout is not torch.strided:  # a sparse one has no bytes of its own
+        file = io.BytesIO()
+        torch.save(x, file)
+        return file.getvalue()
+    x = x.resolve_conj().resolve_neg()
     values = torch.view_as_real(x) if x.is_complex() else x
-    values = values.detach().cpu().contiguous()
-    return (
-        tuple(x.shape),
-        str(x.dtype),
-        zlib.crc32(values.flatten().view(torch.uint8).numpy().tobytes()),
-    )
+    return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()

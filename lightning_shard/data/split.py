@@ -41,7 +41,7 @@ def shard_batch(batch: Any, mesh: DeviceMesh | LocalMesh, shard_dims: ShardDims 
             have.
     """
     if not isinstance(shard_dims, Mapping):
-        leaves = [x for x in leaves_of(batch) if isinstance(x, _WHOLE)]
+        leaves = [x for x in leaves_of(batch) if isinstance(x, _WHOLE) and _has_rows(x)]
         return _Splitter(mesh, shard_dims, _fields(leaves, shard_dims, mesh.ndim)).split(batch, "")
     splitter = _Splitter(mesh, shard_dims)
     held = entries_of(batch)
@@ -141,6 +141,13 @@ class _Splitter:
 
     def _tensor(self, x: Tensor | LocalPart | FileField, key: str) -> Tensor:
         what = f"batch entry {key!r}" if key else "a batch entry"
+        if not _has_rows(x):
+            if self._dims(key) is None or not isinstance(self.shard_dims, Mapping):
+                return x
+            raise ValueError(
+                f"shard_dims names {what}, but no rows can be cut out of a sparse or nested tensor; "
+                "make it dense (x.to_dense(), torch.nested.to_padded_tensor), or leave it out."
+            )
         dims = dims_of(self.shard_dims, key, len(x.shape), x.dtype, self.mesh.ndim)
         if dims is None or (self.shard_dims is None and not isinstance(x, LocalPart)):
             maps = (f.dims_of_map(x.shape) for f in self.fields if f.has_map(x.shape))
@@ -165,6 +172,12 @@ class _Splitter:
                 axes = (dim,) * self.mesh.ndim
                 found[key] = _split(value, self.mesh, axes, f"the graph's {key!r}")
         return with_entries(graph, found)
+
+
+def _has_rows(x: Tensor | LocalPart | FileField) -> bool:
+    """Return whether rows can be cut out of it: not out of a sparse or nested tensor."""
+    is_plain = not isinstance(x, Tensor) or is_field(x)
+    return is_plain or (x.layout is torch.strided and not x.is_nested)
 
 
 def _split(

@@ -7,7 +7,7 @@ into dataclasses and graphs, and both are known by their methods: torch_geometri
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +63,9 @@ def with_entries(value: Any, entries: Mapping[Any, Any]) -> Any:
     if is_sequence(value):
         cls: Any = type(value)
         return cls(*entries.values()) if hasattr(cls, "_fields") else cls(entries.values())
+    if is_mapping(value) and not isinstance(value, MutableMapping):
+        read_only: Any = type(value)
+        return read_only(dict(entries))
     changed: Any = copy.copy(value)
     if is_mapping(value):
         changed.update(entries)

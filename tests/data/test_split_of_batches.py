@@ -12,6 +12,7 @@ from lightning_utilities.core import rank_zero as rank_zero_module
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch
 from lightning_shard.trainer.split_summary import split_summary
 from tests import training
@@ -53,6 +54,36 @@ def test_maps_are_split_in_as_many_dims():
     part = shard_batch(batch, mesh_of(2, 2))[1].to_local()
     assert part.shape[1] < 9
     assert part.shape[2] < 7
+
+
+def odd_tensors():
+    field = torch.arange(40.0).reshape(1, 2, 5, 4)
+    return {
+        "coordinates": field.to_sparse(),
+        "rows": torch.eye(4).to_sparse_csr(),
+        "ragged": torch.nested.nested_tensor([torch.zeros(2, 3), torch.ones(4, 3)]),
+        "jagged": torch.nested.nested_tensor([field[0], field[0]], layout=torch.jagged),
+        "conjugate": torch.complex(field, -field).conj(),
+        "imaginary": torch.complex(field, -field).conj().imag,
+    }
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype) st")
+def test_sparse_and_nested_tensors_are_compared_and_stay_whole():
+    batch, mesh = odd_tensors() | {"x": torch.zeros(1, 2, 5, 4)}, mesh_of(2)
+    check_same_batch(batch, mesh)
+    split = shard_batch(batch, mesh)
+    assert {*split_summary(split).split} == {"x", "conjugate", "imaginary"}
+    assert split["coordinates"] is batch["coordinates"]
+    with pytest.raises(ValueError, match="'coordinates', but no rows can be cut out of a sparse"):
+        shard_batch(batch, mesh, {"x": 2, "coordinates": 2})
+    dense = batch | {"coordinates": batch["coordinates"].to_dense()}
+    assert "coordinates" in split_summary(shard_batch(dense, mesh, {"coordinates": 2})).split
+    for name, value in odd_tensors().items():
+        other = value if torch.distributed.get_rank() else value * 3
+        with pytest.raises(ValueError, match=rf"different batches \(entry \['{name}'\]"):
+            check_same_batch({name: other}, mesh)
 
 
 class Segments(LightningModule):
