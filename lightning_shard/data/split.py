@@ -141,12 +141,13 @@ class _Splitter:
 
     def _tensor(self, x: Tensor | LocalPart | FileField, key: str) -> Tensor:
         what = f"batch entry {key!r}" if key else "a batch entry"
-        if not _has_rows(x):
+        if isinstance(x, Tensor) and not _has_rows(x):
             if self._dims(key) is None or not isinstance(self.shard_dims, Mapping):
                 return x
             raise ValueError(
-                f"shard_dims names {what}, but no rows can be cut out of a sparse or nested tensor; "
-                "make it dense (x.to_dense(), torch.nested.to_padded_tensor), or leave it out."
+                f"shard_dims names {what}, but no rows can be cut out of a sparse or nested "
+                "tensor; make it dense (x.to_dense(), torch.nested.to_padded_tensor), or leave it "
+                "out."
             )
         dims = dims_of(self.shard_dims, key, len(x.shape), x.dtype, self.mesh.ndim)
         if dims is None or (self.shard_dims is None and not isinstance(x, LocalPart)):
@@ -176,8 +177,9 @@ class _Splitter:
 
 def _has_rows(x: Tensor | LocalPart | FileField) -> bool:
     """Return whether rows can be cut out of it: not out of a sparse or nested tensor."""
-    is_plain = not isinstance(x, Tensor) or is_field(x)
-    return is_plain or (x.layout is torch.strided and not x.is_nested)
+    if isinstance(x, LocalPart | FileField) or is_field(x):
+        return True
+    return x.layout is torch.strided and not x.is_nested
 
 
 def _split(

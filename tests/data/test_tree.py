@@ -31,7 +31,8 @@ class Samples(UserList):
 
 CONTAINERS = [
     {"a": 1, "b": 2}, [1, 2], (1, 2), Pair(1, 2), OrderedDict(a=1, b=2), deque([1, 2]),
-    MappingProxyType({"a": 1, "b": 2}), defaultdict(int, a=1, b=2), UserDict(a=1, b=2), Samples([1, 2]), Record(1, 2),
+    MappingProxyType({"a": 1, "b": 2}), defaultdict(int, a=1, b=2), UserDict(a=1, b=2),
+    Samples([1, 2]), Record(1, 2),
 ]  # fmt: skip
 
 
