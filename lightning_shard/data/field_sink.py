@@ -20,7 +20,7 @@ from lightning_shard.data.readers.opened import optional
 from lightning_shard.data.sample_files import WRITERS
 
 MOST_BYTES = 2**24  # a block of more is cut: it is compressed and checked as one
-_ARRAYS = (".zarr", ".h5", ".hdf5")
+ARRAYS = (".zarr", ".h5", ".hdf5")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class FieldSink:
                 "(overwrite=True replaces it)."
             )
         self.partial = self.path.with_name(self.path.name + ".part")
-        self.fields: dict[str, Field] = {}
+        self.fields: dict[str, Field] = {}  # as they were added last
+        self.several = set[str]()  # names whose samples have several shapes or dtypes
         self._root: Any = None
         self._raw: dict[str, tuple[int, np.ndarray]] = {}
         self._others: dict[int, dict[str, Any]] = {}
@@ -87,7 +88,7 @@ class FieldSink:
         self.partial.parent.mkdir(parents=True, exist_ok=True)
         if self.end == ".zarr":
             self._root = optional("zarr", str(self.path), "zarr").open_group(self.partial, mode="w")
-        elif self.end in _ARRAYS:
+        elif self.end in ARRAYS:
             self._root = optional("h5py", str(self.path), "hdf5").File(self.partial, "w")
         else:
             self.partial.mkdir()
@@ -106,16 +107,39 @@ class FieldSink:
         """
         if self._root is None and not self.partial.exists():
             self.begin()
-        if name in self.fields:
+        if self.fields.get(name) == field:
             return
         if check := WRITERS.get(self.end):
             check.refuse(self.path, name, field.shape, field.dtype)
-        if self._root is not None:
-            chunks = (1, *_block(field, block or field.shape))
-            shape = (field.count, *field.shape)
-            make = getattr(self._root, "create_array", None) or self._root.create_dataset
-            make(name=name, shape=shape, dtype=field.dtype, chunks=chunks)
+        if self.end in ARRAYS:
+            if name in self.fields:
+                refuse_another(self.path, name, self.fields[name], field)
+            self._make_array(name, field, block or field.shape)
+        elif name in self.fields:
+            self.several.add(name)
+        elif self.end:
+            self._refuse_same_file(name)
         self.fields[name] = field
+
+    def _refuse_same_file(self, name: str) -> None:
+        for other in self.fields:
+            if other.replace("/", "_") == name.replace("/", "_"):
+                raise ValueError(
+                    f"{other!r} and {name!r} would be written into one file beside {self.path}; "
+                    "give one of them another key."
+                )
+
+    def _make_array(self, name: str, field: Field, block: Sequence[int]) -> None:
+        """Make an array, of which NaN are the rows of samples that are never written."""
+        options = {
+            "name": name, "shape": (field.count, *field.shape), "dtype": field.dtype,
+            "chunks": (1, *_block(field, block)),
+        }  # fmt: skip
+        unset = np.nan if field.dtype.kind in "fc" else 0
+        if self.end == ".zarr":
+            self._root.create_array(**options, fill_value=unset)
+        else:
+            self._root.create_dataset(**options, fillvalue=unset)
 
     def write(self, name: str, sample: int, index: Sequence[slice], values: np.ndarray) -> None:
         """Write the part of a sample that lies at `index`."""
@@ -232,11 +256,25 @@ class FieldSink:
     def _there(self) -> list[Path]:
         """Return files that would be replaced."""
         found = [self.path] if self.path.exists() else []
-        if self.end and self.end not in _ARRAYS and self.path.parent.is_dir():
+        if self.end and self.end not in ARRAYS and self.path.parent.is_dir():
             stem = self.path.name.removesuffix(self.end)
             numbered = re.compile(rf"{re.escape(stem)}_(.*_)?\d{{6}}{re.escape(self.end)}")
             found += sorted(p for p in self.path.parent.iterdir() if numbered.fullmatch(p.name))
         return found
+
+
+def refuse_another(path: Path, name: str, held: Field, field: Field) -> None:
+    """Refuse samples of another shape or dtype than those of an array.
+
+    Raises:
+        ValueError: They differ.
+    """
+    if held != field:
+        raise ValueError(
+            f"{path} holds the samples of {name!r} in one array, but one has the shape "
+            f"{held.shape} and {held.dtype}, and another {field.shape} and {field.dtype}; make "
+            "them alike, or write into a folder, which has a file for each sample."
+        )
 
 
 _NEEDS = {

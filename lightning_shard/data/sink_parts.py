@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.data.field_sink import Field, FieldSink
+from lightning_shard.data.tree import map_leaves
 from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch
 from lightning_shard.domain.layout import Grid
@@ -21,16 +22,72 @@ Use = Callable[[Tensor, tuple[slice, ...]], None]
 _PLAIN = (str, bool, int, float, complex, type(None))
 
 
-def named(prediction: Any, name: str = "prediction") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a prediction with names: the keys of dicts, the places of tensors."""
+def named(prediction: Any) -> dict[str, Any]:
+    """Return the values of a prediction by name: the keys of dicts, the places of tensors.
+
+    Raises:
+        ValueError: Two values have one name, or a name names nothing in a file.
+    """
+    found: dict[str, Any] = {}
+    for name, value in _named(prediction):
+        if {"", ".", ".."} & {*name.split("/")} or "\0" in name:
+            raise ValueError(
+                f"a prediction is named {name!r}, which names nothing in a file; give it another "
+                "key, without dots alone, or nothing, between slashes."
+            )
+        for other in found:
+            if f"{name}/".startswith(f"{other}/") or f"{other}/".startswith(f"{name}/"):
+                raise ValueError(
+                    f"predictions are named {other!r} and {name!r}, which one file cannot hold "
+                    "both; give one of them another key."
+                )
+        found[name] = value
+    return found
+
+
+def _named(prediction: Any, name: str = "prediction") -> Iterator[tuple[str, Any]]:
     if is_dict(prediction):
         for key, value in prediction.items():
-            yield from named(value, str(key) if name == "prediction" else f"{name}/{key}")
+            yield from _named(value, str(key) if name == "prediction" else f"{name}/{key}")
     elif isinstance(prediction, list | tuple) and any(isinstance(x, Tensor) for x in prediction):
         for place, value in enumerate(prediction):
-            yield from named(value, str(place) if name == "prediction" else f"{name}/{place}")
+            yield from _named(value, str(place) if name == "prediction" else f"{name}/{place}")
     else:
         yield name, prediction
+
+
+def row_of(prediction: Any, number: int, samples: int) -> Any:
+    """Return what belongs to one sample of a prediction of several, in the same containers.
+
+    Args:
+        prediction: Whole tensors with the samples in dim 0. Numbers, texts and tensors without dims
+            belong to each sample; of a list of them with one for each sample the sample has one.
+        number: The place of the sample in its batch.
+        samples: The number of samples in the batch.
+
+    Raises:
+        ValueError: A tensor has other rows.
+    """
+
+    def row(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return x[number] if len(x) == samples else x
+        if not isinstance(x, Tensor | np.ndarray) or not x.ndim:
+            return x
+        if len(x) != samples:
+            raise ValueError(
+                f"predict_step returned a tensor of shape {tuple(x.shape)} for a batch of "
+                f"{samples} samples; return tensors with the samples in dim 0, or without dims."
+            )
+        return x[number].clone() if isinstance(x, Tensor) else x[number].copy()
+
+    return map_leaves(row, prediction, is_leaf=_is_list_of_values)
+
+
+def _is_list_of_values(x: Any) -> bool:
+    return isinstance(x, list | tuple) and all(
+        isinstance(each, (*_PLAIN, np.generic)) for each in x
+    )
 
 
 def is_kept_as_it_is(value: Any) -> bool:

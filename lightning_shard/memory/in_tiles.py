@@ -207,7 +207,7 @@ class _Output:
                     f"there are more calls than the {self._count} samples of the source, of which "
                     f"{self.sink.path} holds one result each; call the module once for each."
                 )
-            for name, value in named(method(*args, **kwargs)):
+            for name, value in named(method(*args, **kwargs)).items():
                 if not isinstance(value, Tensor) or not value.ndim or len(value) != 1:
                     raise ValueError(
                         f"the call returned {name!r} of type {type(value).__name__}, which is not "

@@ -9,12 +9,14 @@ import pytest
 import tifffile
 import torch
 import zarr
+from torch.utils.data import DataLoader
 
 from lightning_shard import PredictionWriter
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
 from tests.trainer.featured import Featured, loader
 from tests.trainer.test_predictions import Predicts, expected
+from tests.training import Fields, generator
 
 FORMATS = ("zarr", "h5", "nii.gz", "tif", "folder")
 
@@ -96,6 +98,119 @@ def test_a_folder_holds_a_split_field_of_no_sample():
     torch.distributed.barrier()
     found = torch.load(path / "000003.pt", weights_only=True)
     torch.testing.assert_close(found, expected(4)[2:4].mean(0), rtol=1e-10, atol=1e-12)
+
+
+def of_several_extents(index):
+    x = torch.randn(1, 8 + index, 7, generator=generator(index), dtype=torch.float64)
+    return {"x": x}
+
+
+class Named(Alone):
+    """Returns predictions by names, or with the dtype of the batch's number."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.returned = returned
+
+    def predict_step(self, batch, batch_idx):
+        return self.returned(self(batch["x"]), batch_idx)
+
+
+def predict_into(path, domain, returned, data, **options):
+    runner = training.trainer(domain, callbacks=[PredictionWriter(path)], **options)
+    runner.predict(Named(returned), data, return_predictions=False)
+
+
+@pytest.mark.quick_rows("folder-1-1", "folder-2-1", "nii.gz-2-2")
+@pytest.mark.parametrize(
+    ("ranks", "domain"),
+    [pytest.param(n, d, marks=pytest.mark.spmd(n)) for n, d in ((1, 1), (2, 1), (2, 2))],
+)
+@pytest.mark.parametrize("kind", ["nii.gz", "folder"])
+def test_files_of_samples_have_several_extents(ranks, domain, kind):
+    path = shared_path("several" if kind == "folder" else f"several.{kind}")
+    data = DataLoader(Fields(of_several_extents, 4), 1)
+
+    def returned(field, number):
+        return field if kind == "folder" else field[..., None]
+
+    predict_into(path, (domain,), returned, data)
+    torch.distributed.barrier()
+    for number in range(4):
+        with torch.no_grad():
+            wanted = Featured()(of_several_extents(number)["x"][None])[0]
+        if kind == "folder":
+            found = torch.load(path / f"{number:06d}.pt", weights_only=True)
+        else:
+            image = nibabel.load(path.with_name(f"several_{number:06d}.nii.gz"))
+            found = torch.from_numpy(np.array(image.dataobj))[None, ..., 0]
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+UNLIKE = {
+    "shapes": (lambda field, number: field, "another \\(1, \\d+, 7\\)"),
+    "dtypes": (lambda field, number: (field * 9).long()[:, :, 0] if number else field[:, :, 0],
+               "float64, and another .* int64"),
+    "dots": (lambda field, number: {"../x": field}, "'../x', which names nothing"),
+    "empty": (lambda field, number: {"": field}, "'', which names nothing"),
+    "alike": (lambda field, number: {1: field, "1": field + 1}, "'1' and '1', which one file"),
+    "inside": (lambda field, number: {"a/b": field, "a": field}, "'a/b' and 'a', which one file"),
+}  # fmt: skip
+
+
+@pytest.mark.quick_rows(
+    "shapes-zarr-1", "shapes-zarr-2", "dtypes-h5-2", "dots-zarr-2", "empty-zarr-1",
+    "alike-zarr-1", "inside-zarr-1",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "domain"),
+    [
+        pytest.param("zarr", 1, marks=pytest.mark.spmd(1)),
+        pytest.param("zarr", 2, marks=pytest.mark.spmd(2)),
+        pytest.param("h5", 2, marks=pytest.mark.spmd(2)),
+    ],
+)
+@pytest.mark.parametrize("which", UNLIKE)
+def test_an_array_refuses_samples_unlike_its_own(which, kind, domain):
+    path, (returned, said) = shared_path(f"unlike.{kind}"), UNLIKE[which]
+    with pytest.raises(ValueError, match=said):
+        predict_into(path, (domain,), returned, DataLoader(Fields(of_several_extents, 3), 1))
+    torch.distributed.barrier()
+    assert not path.exists()
+
+
+@pytest.mark.spmd(2)
+def test_names_that_a_file_system_would_change():
+    def returned(field, number):
+        return {"50%": field, "a b/ü": field + 1, "spectrum": torch.fft.rfft2(field)}
+
+    path = shared_path("names")
+    predict_into(path, (2,), returned, loader(2, 3))
+    torch.distributed.barrier()
+    found = torch.load(path / "000002.pt", weights_only=True)
+    wanted = expected(3)[2]
+    assert {*found} == {"50%", "a b/ü", "spectrum"}
+    for name, value in {"50%": wanted, "a b/ü": wanted + 1, "spectrum": wanted}.items():
+        value = torch.fft.rfft2(value) if name == "spectrum" else value
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("kind", ["zarr", "h5"])
+def test_samples_without_a_prediction_are_nan(kind):
+    path = shared_path(f"some.{kind}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        predict_into(path, (1,), lambda f, _: f, loader(1, 5), limit_predict_batches=1)
+    said = [str(each.message) for each in caught if "samples have" in str(each.message)]
+    first = torch.distributed.get_rank() == 0
+    assert [line.partition(";")[0] for line in said] == [
+        "2 of the 5 samples have a 'prediction'"
+    ] * first
+    torch.distributed.barrier()
+    found = read(path, 5)
+    np.testing.assert_allclose(found[:2], expected(2).numpy(), rtol=1e-10, atol=1e-12)
+    assert np.isnan(found[2:]).all()
 
 
 class Mixed(Featured):

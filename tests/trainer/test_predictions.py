@@ -1,5 +1,8 @@
 """Predictions in dataset order: one Zarr file written slab by slab, or in memory."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,6 +86,60 @@ def test_in_memory(domain, shuffle):
     for one, field in zip(found, expected(7), strict=True):
         torch.testing.assert_close(one["field"], field, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(one["mean"], field.mean(), rtol=1e-10, atol=1e-12)
+
+
+@dataclass
+class Record:
+    field: torch.Tensor
+    names: list[str]
+    step: int
+    mean: torch.Tensor
+
+
+class Records(Featured):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        field = self(batch["x"])
+        names = [f"{x.sum():.9f}" for x in batch["x"]]
+        return Record(field, names, 7, field.mean((1, 2, 3)))
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("domain", [1, 2])
+@pytest.mark.parametrize("kind", [list, dict])
+def test_several_loaders_of_records(domain, kind):
+    runner = training.trainer((domain,))
+    data = [DataLoader(Fields(sample, n), 2, shuffle=True) for n in (3, 6)]
+    given = data if kind is list else dict(zip("ab", data, strict=True))
+    returned = runner.predict(Records(), given)
+    for batches, samples in zip(returned, (3, 6), strict=True):
+        found = predictions_in_order(runner, batches)
+        assert len(found) == samples
+        for number, (one, field) in enumerate(zip(found, expected(samples), strict=True)):
+            torch.testing.assert_close(one.field, field, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(one.mean, field.mean(), rtol=1e-10, atol=1e-12)
+            assert (one.names, one.step) == (f"{sample(number)['x'].sum():.9f}", 7)
+    for unlike in (returned, [*returned[0]]):
+        with pytest.raises(ValueError, match=r"read 2 dataloaders .* give one of these lists"):
+            predictions_in_order(runner, unlike)
+
+
+class Returns(Featured):
+    def predict_step(self, batch, batch_idx):
+        return self.made
+
+
+@pytest.mark.spmd(1)
+def test_what_belongs_to_no_sample():
+    runner, module = training.trainer((1,)), Returns()
+    module.made = {"scale": torch.tensor(2.0), "array": np.arange(2), "nothing": None}
+    found = predictions_in_order(runner, runner.predict(module, loader(2, 2)))
+    assert [(float(x["scale"]), int(x["array"]), x["nothing"]) for x in found] == [
+        (2.0, 0, None), (2.0, 1, None)
+    ]  # fmt: skip
+    module.made = torch.arange(7.0)
+    batches = runner.predict(module, loader(2, 2))
+    with pytest.raises(ValueError, match=r"shape \(7,\) for a batch of 2 samples; return tensors"):
+        predictions_in_order(runner, batches)
 
 
 @pytest.mark.spmd(2)

@@ -7,10 +7,12 @@ their parts in files, which the first rank puts together at the end, one after t
 import importlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.data.field_sink import Field, FieldSink, remove
+from lightning_shard.data.field_sink import ARRAYS, Field, FieldSink, refuse_another, remove
 from lightning_shard.data.sink_parts import (
     as_array,
     dtype_of,
@@ -26,8 +28,10 @@ from lightning_shard.data.sink_parts import (
     extents_of_parts,
     is_kept_as_it_is,
     named,
+    row_of,
     write,
 )
+from lightning_shard.data.tree import map_leaves
 from lightning_shard.lightning import (
     BasePredictionWriter,
     LightningModule,
@@ -35,9 +39,10 @@ from lightning_shard.lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_shard.processes.narrow import is_list
+from lightning_shard.processes.errors_together import gather_to_first
+from lightning_shard.processes.failures.failure_watch import check_ranks
 from lightning_shard.processes.store import store_of_attempt
-from lightning_shard.processes.torch_private.internals import tree_map_only
+from lightning_shard.processes.torch_private.internals import tree_leaves, tree_map_only
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -82,6 +87,8 @@ class PredictionWriter(BasePredictionWriter):
         self.overwrite = overwrite
         self._sink: Any = None
         self._left_out: set[str] = set()
+        self._written = defaultdict[str, set[int]](set)  # samples of each array, on this rank
+        self._fields: dict[str, Field] = {}  # those of this rank, of several
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -95,6 +102,8 @@ class PredictionWriter(BasePredictionWriter):
         self._sink = FieldSink(path, self.overwrite, self._affine_of(trainer))
         self._staged = self._sink.path.with_name(self._sink.path.name + ".parts")
         self._left_out.clear()
+        self._written.clear()
+        self._fields.clear()
         trainer.strategy.barrier("PredictionWriter.on_predict_start")
         if trainer.is_global_zero:
             remove(self._staged)
@@ -122,15 +131,15 @@ class PredictionWriter(BasePredictionWriter):
         if not batch_indices:
             self._leave_out("a stream", _STREAM)
             return
-        loaders: Any = trainer.predict_dataloaders
-        several = is_list(loaders) and len(loaders) > 1
-        loader = loaders[dataloader_idx] if is_list(loaders) else loaders
+        loaders = tree_leaves(trainer.predict_dataloaders)
+        several = len(loaders) > 1
         # the first rank of a domain writes what is equal on all of them
         self._is_first_of_domain = getattr(trainer.strategy, "domain_rank", 0) == 0
-        for name, value in named(prediction):
+        for name, value in named(prediction).items():
             full = f"{dataloader_idx}/{name}" if several else name
             if isinstance(value, Tensor) and value.ndim and len(value) == len(batch_indices):
-                self._write(full, value, len(loader.dataset), batch_indices)
+                self._write(full, value, len(loaders[dataloader_idx].dataset), batch_indices)
+                self._written[full].update(batch_indices)
             elif self._sink.end or not is_kept_as_it_is(value):
                 kind = f"type {type(value).__name__}"
                 kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
@@ -162,10 +171,16 @@ class PredictionWriter(BasePredictionWriter):
         if _ranks() == 1:
             write(sink, name, value, samples, indices)
             return
+        field = Field(samples, tuple(value.shape[1:]), dtype_of(value))
+        extents = extents_of_parts(value)
+        if sink.end in ARRAYS:
+            refuse_another(sink.path, name, self._fields.setdefault(name, field), field)
         if dist.get_rank() == 0:  # it has a batch whenever another rank has one
-            field = Field(samples, tuple(value.shape[1:]), dtype_of(value))
-            sink.add(name, field, extents_of_parts(value))
+            sink.add(name, field, extents)
         array = _shared_array(sink.partial, name) if sink.end == ".zarr" else None
+        if array is not None:
+            made = Field(array.shape[0], tuple(array.shape[1:]), array.dtype)
+            refuse_another(sink.path, name, made, field)
 
         def use(rows: Tensor, where: tuple[slice, ...]) -> None:
             for sample, index in zip(as_array(rows), indices, strict=True):
@@ -179,7 +194,7 @@ class PredictionWriter(BasePredictionWriter):
 
     def _stage(self, name: str, index: int, where: Sequence[slice], values: np.ndarray) -> None:
         """Leave a part of a sample to the first rank."""
-        place = self._staged / name.replace("/", "%") / str(index)
+        place = self._staged / quote(name, safe="") / str(index)
         place.mkdir(parents=True, exist_ok=True)
         starts = [part.start or 0 for part in where] or [0] * values.ndim
         bounds = zip(starts, values.shape, strict=True)
@@ -194,7 +209,7 @@ class PredictionWriter(BasePredictionWriter):
             if _ranks() == 1:
                 self._sink.keep(name, index, one)
                 continue
-            place = self._staged / name.replace("/", "%") / str(index)
+            place = self._staged / quote(name, safe="") / str(index)
             place.mkdir(parents=True, exist_ok=True)
             torch.save(one, place / "value.pt")
 
@@ -202,10 +217,12 @@ class PredictionWriter(BasePredictionWriter):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the finished file its name, once all ranks have written, and say where it is."""
         trainer.strategy.barrier("PredictionWriter.on_predict_end")
+        written = gather_to_first(dict(self._written)) if _ranks() > 1 else [self._written]
         if trainer.is_global_zero:
-            self._put_together()
+            self._put_together(trainer)
             made = self._sink.close()
             rank_zero_info(_words(self._sink, made))
+            self._say_what_lacks(written)
         trainer.strategy.barrier("PredictionWriter.renamed")
 
     @override
@@ -225,24 +242,46 @@ class PredictionWriter(BasePredictionWriter):
                 self._sink.abandon()
                 remove(self._staged)
 
-    def _put_together(self) -> None:
+    def _say_what_lacks(self, written: Sequence[Mapping[str, set[int]]]) -> None:
+        """Warn of rows of arrays that hold no prediction."""
+        for name, field in self._sink.fields.items() if self._sink.end in ARRAYS else ():
+            predicted = len(set[int]().union(*(each.get(name, ()) for each in written)))
+            if predicted < field.count:
+                rank_zero_warn(
+                    f"{predicted} of the {field.count} samples have a {name!r}; the rows of the "
+                    f"others in {self._sink.path} are "
+                    f"{'NaN' if field.dtype.kind in 'fc' else 'zero'}."
+                )
+
+    def _put_together(self, trainer: Trainer) -> None:
         """Write the parts that ranks have left."""
+        loaders = tree_leaves(trainer.predict_dataloaders)
         for place in sorted(self._staged.glob("*/*")) if self._staged.is_dir() else ():
-            name, index = place.parent.name.replace("%", "/"), int(place.name)
+            name, index = unquote(place.parent.name), int(place.name)
+            parts: list[tuple[tuple[slice, ...], np.ndarray]] = []
             for file in sorted(place.iterdir()):
                 if file.suffix == ".pt":
                     self._sink.keep(name, index, torch.load(file, weights_only=True))
                     continue
                 words = [word.split("-") for word in file.stem.split("_") if "-" in word]
                 where = tuple(slice(int(start), int(end)) for start, end in words)
-                self._sink.write(name, index, where, np.load(file, mmap_mode="r"))
+                parts.append((where, np.load(file, mmap_mode="r")))
+            if parts:
+                number = int(name.split("/")[0]) if len(loaders) > 1 else 0
+                shape = tuple(
+                    max(part.stop for part in dim)
+                    for dim in zip(*(p[0] for p in parts), strict=True)
+                )
+                field = Field(len(loaders[number].dataset), shape, parts[0][1].dtype)
+                self._sink.add(name, field)
+            for where, values in parts:
+                self._sink.write(name, index, where, values)
             shutil.rmtree(place)
         remove(self._staged)
 
     def _affine_of(self, trainer: Trainer) -> Any:
         """Return what gives the affine matrix of a sample, if the dataset knows it."""
-        loaders: Any = trainer.predict_dataloaders
-        first = loaders[0] if is_list(loaders) and loaders else loaders
+        first = next(iter(tree_leaves(trainer.predict_dataloaders)), None)
         return getattr(getattr(first, "dataset", None), "affine_of", None)
 
 
@@ -259,8 +298,7 @@ def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
     Raises:
         ValueError: The dataloader does not say which samples are in a batch.
     """
-    loader: Any = trainer.predict_dataloaders
-    loader = loader[0] if is_list(loader) else loader
+    loader = _loader_of(trainer, batches)
     mine: dict[int, Any] = {}
     seen = getattr(loader.batch_sampler, "seen_batch_indices", None)
     if seen is None:
@@ -269,9 +307,8 @@ def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
             "each sample from predict_step."
         )
     for indices, batch in zip(seen, batches, strict=False):
-        whole = tree_map_only(Tensor, lambda x: gather(x).cpu(), batch)
-        for i, index in enumerate(indices):
-            mine[index] = tree_map_only(Tensor, lambda x, i=i: x[i].clone(), whole)
+        whole = map_leaves(lambda x: gather(x).cpu() if isinstance(x, Tensor) else x, batch)
+        mine |= {index: row_of(whole, n, len(indices)) for n, index in enumerate(indices)}
     group = getattr(trainer.strategy, "data_group", None)
     everywhere: list[dict[int, Any]] = [mine]
     if group is not None:
@@ -279,6 +316,25 @@ def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
         dist.all_gather_object(everywhere, mine, group)
     found = {index: value for each in everywhere for index, value in each.items()}
     return [found[index] for index in sorted(found)]
+
+
+def _loader_of(trainer: Trainer, batches: Sequence[Any]) -> Any:
+    """Return the dataloader whose predictions these are.
+
+    Raises:
+        ValueError: There are several, and it is the list of none.
+    """
+    loaders = tree_leaves(trainer.predict_dataloaders)
+    if len(loaders) == 1:
+        return loaders[0]
+    returned = trainer.predict_loop.predictions
+    places = [place for place, each in enumerate(returned) if each is batches]
+    if not places:
+        raise ValueError(
+            f"trainer.predict read {len(loaders)} dataloaders and returned a list for each; give "
+            "one of these lists, as predictions_in_order(trainer, returned[0]), without changes."
+        )
+    return loaders[places[0]]
 
 
 def _ranks() -> int:
@@ -296,7 +352,11 @@ def _words(sink: FieldSink, made: Sequence[Path]) -> str:
     """Say what was written, and where."""
     if not made:
         return "predict_step returned nothing that is kept, so no predictions are written."
-    fields = [f"{name} {(f.count, *f.shape)} {f.dtype}" for name, f in sink.fields.items()]
+    fields = [
+        f"{name} of several shapes" if name in sink.several
+        else f"{name} {(f.count, *f.shape)} {f.dtype}"
+        for name, f in sink.fields.items()
+    ]  # fmt: skip
     where = made[0] if len(made) == 1 else f"{made[0]} to {made[-1].name}"
     return f"Predictions: {where}" + (f" ({', '.join(fields)})" if fields else "")
 
@@ -308,9 +368,10 @@ def _shared_array(group: Path, name: str) -> Any:
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"rank 0 has not made {group / name} in {PATIENCE_S:.0f} s; the path must lie on a "
-                "file system that all ranks see."
+                "file system that all ranks see, and predict_step return it for each batch."
             )
         time.sleep(0.02)
+        check_ranks([0])
         # ranks that share a process take turns where they look into the store
         if dist.is_initialized():
             store_of_attempt().check(["the array of rank 0"])
