@@ -16,6 +16,22 @@ from lightning_shard.tensor.local_mesh import LocalMesh
 Read = Callable[[Sequence[slice]], np.ndarray]
 
 
+def as_tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a file holds as a tensor, to be converted to `dtype`.
+
+    Raises:
+        ValueError: It is complex, and the dtype is not.
+    """
+    if values.dtype.kind == "c" and not dtype.is_complex:
+        raise ValueError(
+            f"the file holds complex numbers, of which {dtype} keeps no imaginary part; write both "
+            "parts as channels, or give the network complex parameters and the dataset their dtype."
+        )
+    if values.dtype == np.longdouble:  # torch has no such numbers
+        values = values.astype(np.float64)
+    return torch.from_numpy(values)
+
+
 class FileField:
     """A field (B, C, *spatial) in files.
 
@@ -55,13 +71,8 @@ class FileField:
         Raises:
             ValueError: They are complex, and the dtype is not.
         """
-        found = [torch.from_numpy(read(index[1:])) for read in self.reads[index[0]]]
+        found = [as_tensor(read(index[1:]), self.dtype) for read in self.reads[index[0]]]
         made = torch.stack(found) if len(found) > 1 else found[0][None]
-        if made.is_complex() and not self.dtype.is_complex:
-            raise ValueError(
-                f"the file holds complex numbers, of which {self.dtype} keeps no imaginary part; "
-                "write both parts as channels, or give the network complex parameters."
-            )
         return made.to(self._device, self.dtype, copy=True)  # numpy's memory goes at once
 
     @property

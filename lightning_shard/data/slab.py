@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.data.file_field import FileField, Read
+from lightning_shard.data.file_field import FileField, Read, as_tensor
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.split import Dims, ShardDims, dims_of
 from lightning_shard.domain.layout import Layout, splits_of
@@ -43,10 +43,13 @@ class Slab:
             read: A function that reads the values at an index.
             sample: The sample's number in the dataset.
             dtype: The dtype to which values are converted.
+
+        Raises:
+            ValueError: They are complex, and the dtype is not.
         """
         if self.is_by_tiles:
             return FileField([read], self.shape, dtype)
-        return self.part(torch.from_numpy(read(self.index)).to(dtype), sample)
+        return self.part(as_tensor(read(self.index), dtype).to(dtype), sample)
 
     def part(self, rows: Tensor, sample: int) -> Any:
         """Make the entry of a sample for a batch.

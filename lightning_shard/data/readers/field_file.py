@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from lightning_shard.checkpoint.atomic import remove
 from lightning_shard.data.file_field import Read
 from lightning_shard.data.readers.opened import OpenFile, optional
 
@@ -135,8 +136,7 @@ def _open_fields(path: Path, group: str = "") -> Any:
         FileNotFoundError: There is no such file.
         ValueError: It is of another format, or damaged.
     """
-    if path.suffix not in HDF5 + ZARR:
-        raise ValueError(f"{path} must end in {', '.join(HDF5 + ZARR)}, which say its format.")
+    _refuse_other_ends(path)
     if not path.exists():
         raise FileNotFoundError(f"the file of fields {path} does not exist; check its name.")
     try:
@@ -165,6 +165,11 @@ def open_hdf5(path: Path) -> Any:
     for name in root:
         inside(root, name, path)
     return root
+
+
+def _refuse_other_ends(path: Path) -> None:
+    if path.suffix not in HDF5 + ZARR:
+        raise ValueError(f"{path} must end in {', '.join(HDF5 + ZARR)}, which say its format.")
 
 
 def _open_zarr(path: Path) -> dict[str, Any]:
@@ -225,9 +230,9 @@ def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
     reason = ""
     try:
         values = np.asarray(array[index])
-        unset = path.suffix in ZARR and np.isnan(array.fill_value)
-        if unset and np.isnan(values).any():
-            reason = "it is not all there"  # Zarr reads what it does not find as this value
+        # Zarr reads what it does not find as this value
+        if _is_our_zarr(array, path) and (values == array.fill_value).any():
+            reason = "it is not all there"
     except (OSError, RuntimeError, ValueError) as error:  # checksums raise any of these
         values, reason = np.empty(0), str(error)
     if reason:
@@ -243,6 +248,18 @@ def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("="), copy=False)  # torch has no other order
 
 
+def _is_our_zarr(array: Any, path: Path) -> bool:
+    """Return whether an array has the fill value of `write_fields`, which stands for no number."""
+    return (
+        path.suffix in ZARR and array.dtype.kind == "f" and array.fill_value == unset(array.dtype)
+    )
+
+
+def unset(dtype: np.dtype) -> Any:
+    """Return a value that hardly any field has: NaN is for fields that have gaps."""
+    return np.nextafter(np.finfo(dtype).min, dtype.type(0))
+
+
 def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
     """Write samples block by block, so that they need not fit into memory.
 
@@ -253,14 +270,26 @@ def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.
 
     Raises:
         OSError: It cannot be written, for example on a full disk.
+        ValueError: The end of the path is not known, or the blocks do not make up `count` samples
+            of one shape and dtype for each name.
     """
     path = Path(path)
+    _refuse_other_ends(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write_fields(path, count, blocks)
+    except BaseException:
+        remove(path)  # it would be read, with zeros
+        raise
+
+
+def _write_fields(path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
     if path.suffix not in HDF5:
-        _fill(_library(path).open_group(path, mode="w"), count, blocks)
+        _fill(_library(path).open_group(path, mode="w"), path, count, blocks)
         return
     with _FailingLater(path, "w+") as file:
         with _library(path).File(file, "w", libver="latest") as root:
-            _fill(root, count, file.watch(blocks))
+            _fill(root, path, count, file.watch(blocks))
         file.check()
 
 
@@ -300,16 +329,39 @@ class _FailingLater(io.FileIO):
             raise self.error
 
 
-def _fill(root: Any, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
-    start = 0
+def _fill(root: Any, path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
+    start, kinds = 0, dict[str, Any]()
     for block in blocks:
+        found = {name: (values.shape[1:], values.dtype) for name, values in block.items()}
+        sizes = {len(values) for values in block.values()}
+        kinds = kinds or found
+        if found != kinds or len(sizes) != 1 or start + max(sizes) > count:
+            raise ValueError(
+                f"the samples from {start} on do not belong into {path}: they are "
+                f"{_words(block)}, but each block must have as many samples of each of "
+                f"{_of_kinds(kinds)}, of {count} samples in all."
+            )
         for name, values in block.items():
             if start == 0:
                 _create(root, name, (count, *values.shape[1:]), values.dtype)
             # one by one: when one cannot be written, Zarr would still be writing others
             for i, value in enumerate(values, start):
                 root[name][i] = value
-        start += len(next(iter(block.values())))
+        start += sizes.pop()
+    if start < count:
+        raise ValueError(
+            f"{path} was given {start} of {count} samples; give blocks of all, or another count."
+        )
+
+
+def _words(block: Mapping[str, np.ndarray]) -> str:
+    return ", ".join(f"{name} {values.shape} {values.dtype}" for name, values in block.items())
+
+
+def _of_kinds(kinds: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> str:
+    return ", ".join(
+        f"{name} (samples, {str(s)[1:-1]}) {dtype}" for name, (s, dtype) in kinds.items()
+    )
 
 
 def _create(root: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -326,7 +378,7 @@ def _create(root: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> No
         chunks=chunks,
         shards=sample,  # one file for each sample, of which single blocks are read
         compressors=optional("zarr.codecs", "a Zarr group", "zarr").Crc32cCodec(),
-        fill_value=np.nan if dtype.kind == "f" else 0,
+        fill_value=unset(dtype) if dtype.kind == "f" else 0,
     )
 
 

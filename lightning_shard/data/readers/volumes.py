@@ -54,13 +54,18 @@ class VolumeFile:
         """Read the part at an index (C, X, Y, Z), such as `slab.index`, scaled as the file says.
 
         Raises:
-            ValueError: The file is damaged.
+            ValueError: The file is damaged, or holds no numbers.
         """
         places = (*index[1:], index[0])[: len(self._image.shape)]
         try:
             values = np.asanyarray(self._image.dataobj[places])
         except (OSError, EOFError, ValueError) as error:
             raise ValueError(f"{self.path} is damaged ({error}); restore it.") from error
+        if values.dtype.kind not in "biufc":
+            raise ValueError(
+                f"{self.path} holds colors of {values.dtype}, which are no numbers; write them as "
+                "channels, in its fourth dim."
+            )
         values = np.moveaxis(values, 3, 0) if values.ndim == 4 else values[None]
         return values.astype(values.dtype.newbyteorder("="))
 
@@ -137,7 +142,8 @@ class VolumeDataset(Dataset[dict[str, Any]]):
     def _read(self, key: str, index: int, part: Sequence[slice]) -> np.ndarray:
         path, dtype = self.files[key][index], self.dtypes[key]
         values = _opened(path).read(part)
-        if dtype == torch.int64 and not np.array_equal(values, np.rint(values)):
+        is_whole = np.array_equal(values, np.rint(values)) and np.isfinite(values).all()
+        if dtype == torch.int64 and not is_whole:
             raise ValueError(
                 f"{path} must hold whole numbers, as a file of labels; got {values.dtype}."
             )

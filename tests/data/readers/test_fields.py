@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import zarr
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, default_collate
 from zarr.storage import LocalStore
@@ -299,6 +300,63 @@ def test_blocks_that_are_gone_are_no_zeros(tmp_path):
     assert dataset[0]["x"].sum() == 64
     with pytest.raises(ValueError, match=r"sample 1 .* is damaged .* restore the file, or"):
         dataset[1]
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+def test_gaps_are_no_damage(tmp_path, suffix, dtype):
+    values = field(0, (2, 1, 20, 8), dtype)
+    values[:, :, :12] = np.nan  # whole blocks, and parts of others
+    write_fields(tmp_path / f"x{suffix}", 2, [{"x": values}])
+    found = FieldDataset(tmp_path / f"x{suffix}", ["x"], dtype=torch.float64)[1]["x"]
+    np.testing.assert_array_equal(found, values[1])
+
+
+@pytest.mark.parametrize("fill", [None, float("nan"), 0.0])
+def test_gaps_in_files_of_others(tmp_path, fill):
+    values = field(0, (2, 1, 6, 8))
+    values[1, 0, :2] = np.nan
+    root = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
+    array = root.create_array(
+        "x", shape=values.shape, dtype="f4", chunks=(1, 1, 2, 8), fill_value=fill
+    )
+    array[:] = values
+    found = torch.stack([each["x"] for each in FieldDataset(tmp_path / "x.zarr", ["x"])])
+    np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_blocks_that_do_not_fit_are_refused(tmp_path, suffix):
+    path, x = tmp_path / "a folder" / f"ü{suffix}", np.ones((2, 1, 8, 8), "f4")
+    for blocks in (
+        [{"x": x}, {"x": x}],
+        [{"x": x[:1]}, {"x": x[:1, :, :1]}],
+        [{"x": x[:1].astype(int)}, {"x": x[:1]}],
+        [{"x": x[:1]}, {"y": x[:1]}],
+        [{"x": x[:1], "y": x[:1]}, {"x": x[:1]}],
+        [{"x": x, "y": x[:1]}],
+    ):
+        with pytest.raises(ValueError, match=r"do not belong into .* but each block must have"):
+            write_fields(path, 3, blocks)
+        assert not path.exists()
+    with pytest.raises(ValueError, match="was given 2 of 3 samples; give blocks of all"):
+        write_fields(path, 3, [{"x": x}])
+    assert not path.exists()
+    write_fields(path, 3, [{"x": x}, {"x": x[:1]}])
+    assert len(FieldDataset(path, ["x"])) == 3
+    with pytest.raises(ValueError, match=r"must end in \.h5"):
+        write_fields(tmp_path / "x.nc", 3, [{"x": x}])
+
+
+def test_numbers_that_torch_or_the_dtype_cannot_hold(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["long"] = np.arange(32, dtype=np.longdouble).reshape(1, 2, 4, 4)
+        file["complex"] = np.full((1, 2, 4, 4), 1 + 2j)
+    assert FieldDataset(tmp_path / "x.h5", ["long"])[0]["long"].sum() == 496
+    with pytest.raises(ValueError, match=r"complex numbers, of which torch.float32 keeps no imag"):
+        FieldDataset(tmp_path / "x.h5", ["complex"])[0]
+    whole = FieldDataset(tmp_path / "x.h5", ["complex"], dtype=torch.complex64)[0]["complex"]
+    assert whole.imag.eq(2).all()
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])

@@ -107,3 +107,16 @@ def test_files_that_are_cut(suffix, tmp_path):
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match=rf"a{suffix} (is damaged|is not a whole)"):
         dataset[0]
+
+
+def test_values_that_are_no_labels_or_no_numbers(tmp_path):
+    save(tmp_path / "endless.nii", np.full(EXTENTS, np.inf, "f4"))
+    with pytest.raises(ValueError, match=r"endless.nii must hold whole numbers"):
+        VolumeDataset({"label": tmp_path / "endless.nii"})[0]
+    colors = np.zeros(EXTENTS, [("R", "u1"), ("G", "u1"), ("B", "u1")])
+    nibabel.save(nibabel.Nifti1Image(colors, np.eye(4)), tmp_path / "colors.nii")
+    with pytest.raises(ValueError, match=r"colors.nii holds colors of .* write them as channels"):
+        VolumeDataset({"image": tmp_path / "colors.nii"})[0]
+    channels = np.stack([colors[name] for name in "RGB"], -1)
+    nibabel.save(nibabel.Nifti1Image(channels, np.eye(4)), tmp_path / "channels.nii")
+    assert VolumeDataset({"image": tmp_path / "channels.nii"})[0]["image"].shape == (3, *EXTENTS)
