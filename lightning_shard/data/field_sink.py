@@ -1,14 +1,16 @@
 """Writes fields into files, a part of a sample at a time, in any order.
 
-What is written has its name once it is whole; until then the name ends in `.part`.
+What is written has its name once it is whole; until then the name ends in `.partial`, and says
+which process writes it.
 
 Shapes: S samples of C channels.
 """
 
 import math
+import os
 import re
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_shard.checkpoint.atomic import (
+    disk_errors,
+    partial_of,
+    put_in_place,
+    remove,
+    remove_leftovers,
+)
+from lightning_shard.data.failing_later import FailingLater
 from lightning_shard.data.readers.opened import optional
 from lightning_shard.data.sample_files import WRITERS
 
@@ -75,23 +85,27 @@ class FieldSink:
                 f"{there[0]} is there already; choose another path, or remove it "
                 "(overwrite=True replaces it)."
             )
-        self.partial = self.path.with_name(self.path.name + ".part")
+        self.partial = partial_of(self.path)
         self.fields: dict[str, Field] = {}  # as they were added last
         self.several = set[str]()  # names whose samples have several shapes or dtypes
         self._root: Any = None
+        self._file: FailingLater | None = None  # that of HDF5
         self._raw: dict[str, tuple[int, np.ndarray]] = {}
         self._others: dict[int, dict[str, Any]] = {}
 
     def begin(self) -> None:
         """Remove what an earlier run has left, and make the place of what is not whole yet."""
-        remove(self.partial)  # an earlier run did not end
-        self.partial.parent.mkdir(parents=True, exist_ok=True)
-        if self.end == ".zarr":
-            self._root = optional("zarr", str(self.path), "zarr").open_group(self.partial, mode="w")
-        elif self.end in ARRAYS:
-            self._root = optional("h5py", str(self.path), "hdf5").File(self.partial, "w")
-        else:
-            self.partial.mkdir()
+        with disk_errors(self.path):
+            self.partial.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.partial.parent)
+            if self.end == ".zarr":
+                zarr = optional("zarr", str(self.path), "zarr")
+                self._root = zarr.open_group(self.partial, mode="w")
+            elif self.end in ARRAYS:
+                self._file = FailingLater(self.partial, "w+")
+                self._root = optional("h5py", str(self.path), "hdf5").File(self._file, "w")
+            else:
+                self.partial.mkdir()
 
     def add(self, name: str, field: Field, block: Sequence[int] | None = None) -> None:
         """Make an array, unless it is there.
@@ -136,19 +150,33 @@ class FieldSink:
             "chunks": (1, *_block(field, block)),
         }  # fmt: skip
         unset = np.nan if field.dtype.kind in "fc" else 0
-        if self.end == ".zarr":
-            self._root.create_array(**options, fill_value=unset)
-        else:
-            self._root.create_dataset(**options, fillvalue=unset)
+        with self._writing():
+            if self.end == ".zarr":
+                self._root.create_array(**options, fill_value=unset)
+            else:
+                self._root.create_dataset(**options, fillvalue=unset)
+
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        """Turn an error of the disk into one sentence."""
+        with disk_errors(self.path):
+            yield
+            if self._file is not None:
+                self._file.check()
 
     def write(self, name: str, sample: int, index: Sequence[slice], values: np.ndarray) -> None:
-        """Write the part of a sample that lies at `index`."""
-        if self._root is not None:
-            self._root[name][(sample, *index)] = values
-        elif self.fields[name].shape:
-            self._open(name, sample)[tuple(index)] = values
-        else:
-            self._open(name, sample)[...] = values
+        """Write the part of a sample that lies at `index`.
+
+        Raises:
+            OSError: It cannot be written, for example on a full disk.
+        """
+        with self._writing():
+            if self._root is not None:
+                self._root[name][(sample, *index)] = values
+            elif self.fields[name].shape:
+                self._open(name, sample)[tuple(index)] = values
+            else:
+                self._open(name, sample)[...] = values
 
     def keep(self, name: str, sample: int, value: Any) -> None:
         """Keep something of a sample that is no array; only a folder holds it.
@@ -166,24 +194,36 @@ class FieldSink:
 
     def abandon(self) -> None:
         """Remove what was written; the file of its name stays as it is."""
-        if self.end in (".h5", ".hdf5") and self._root is not None:
-            self._root.close()
-        self._root = None
+        with suppress(OSError):  # the disk is full, perhaps
+            self._close_root()
         self._raw.clear()
         remove(self.partial)
 
+    def _close_root(self) -> None:
+        root, file = self._root, self._file
+        self._root = self._file = None
+        if file is not None:
+            with file:
+                root.close()
+                file.check()
+
     def close(self) -> list[Path]:
-        """Give the file its name, and return it, or the files of all samples."""
+        """Give the file its name, and return it, or the files of all samples.
+
+        Raises:
+            OSError: It cannot be written, for example on a full disk.
+        """
+        with disk_errors(self.path):
+            return self._close()
+
+    def _close(self) -> list[Path]:
         if not (self.fields or self._others):
+            self._close_root()
             remove(self.partial)
-            self._root = None
             return []
         if self._root is not None:
-            if self.end != ".zarr":
-                self._root.close()
-            self._root = None
-            remove(self.path)
-            self.partial.rename(self.path)
+            self._close_root()
+            put_in_place(self.partial, self.path)
             return [self.path]
         if self.overwrite:
             for there in self._there():
@@ -202,7 +242,7 @@ class FieldSink:
             made = (
                 np.load(path, mmap_mode="r+")
                 if path.exists()
-                else np.lib.format.open_memmap(path, "w+", field.dtype, field.shape)
+                else _new_array(path, field.shape, field.dtype)
             )
             self._raw[name] = sample, made
         return self._raw[name][1]
@@ -250,8 +290,7 @@ class FieldSink:
             for place in places.values():
                 place.unlink(missing_ok=True)
         remove(self.partial / "raw")
-        remove(self.path)
-        self.partial.rename(self.path)
+        put_in_place(self.partial, self.path)
 
     def _there(self) -> list[Path]:
         """Return files that would be replaced."""
@@ -315,9 +354,13 @@ def _block(field: Field, block: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _new_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Map a new file into memory, once the disk has given all of its bytes.
+
+    What is written into a mapped file on a full disk ends the process by a signal.
+    """
+    made = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return made

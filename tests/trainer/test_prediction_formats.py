@@ -12,11 +12,13 @@ import zarr
 from torch.utils.data import DataLoader
 
 from lightning_shard import PredictionWriter
+from lightning_shard.data.field_sink import Field, FieldSink
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
 from tests.trainer.featured import Featured, loader
 from tests.trainer.test_predictions import Predicts, expected
 from tests.training import Fields, generator
+from tests.workloads.darcy.test_data import no_room_for_files_above
 
 FORMATS = ("zarr", "h5", "nii.gz", "tif", "folder")
 
@@ -256,6 +258,43 @@ def test_the_default_leaves_out_what_no_file_holds(keeps):
         ] * keeps
     found = [x.name for x in folder.iterdir()] if folder.exists() else []
     assert sorted(found) == ["predictions", "predictions_1"] * keeps
+
+
+class Noise(Featured):
+    def predict_step(self, batch, batch_idx):
+        return torch.rand_like(self(batch["x"]).repeat_interleave(9, 2).repeat_interleave(9, 3))
+
+
+@pytest.mark.quick_rows("h5-1", "zarr-1", "tif-1", "folder-2")
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=pytest.mark.spmd(n)) for n in (1, 2)], ids=str
+)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_disk_that_fills_is_named(kind, ranks):
+    path = shared_path("a full disk" if kind == "folder" else f"a full disk.{kind}")
+    runner = training.trainer((ranks,), callbacks=[PredictionWriter(path)])
+    with (
+        no_room_for_files_above(40_000 if kind == "h5" else 2_000),
+        pytest.raises(Exception, match=rf"'{path}' cannot be written: File too large .EFBIG"),
+    ):
+        runner.predict(Noise(), loader(2, 8), return_predictions=False)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_two_runs_that_write_one_file_do_not_mix(kind, tmp_path):
+    path = tmp_path / ("twice" if kind == "folder" else f"twice.{kind}")
+    sinks = [FieldSink(path, overwrite=True) for _ in range(2)]
+    shape = (3, 1, 9, 7)
+    values = [np.full(shape, number, "f4") for number in range(2)]
+    for sample in range(3):
+        for sink, value in zip(sinks, values, strict=True):
+            sink.add("prediction", Field(3, shape[1:], value.dtype))
+            sink.write("prediction", sample, (), value[sample])
+    for sink, value in zip(sinks, values, strict=True):
+        sink.close()
+        np.testing.assert_array_equal(read(path, 3).reshape(shape), value)
+    assert not [*tmp_path.glob("*.partial")]
 
 
 def test_the_end_of_a_name_is_known():

@@ -7,16 +7,15 @@ Shapes: S samples of C channels.
 """
 
 import functools
-import io
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from lightning_shard.checkpoint.atomic import remove
+from lightning_shard.data.failing_later import FailingLater
 from lightning_shard.data.file_field import Read
 from lightning_shard.data.readers.opened import OpenFile, optional
 
@@ -287,46 +286,10 @@ def _write_fields(path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarr
     if path.suffix not in HDF5:
         _fill(_library(path).open_group(path, mode="w"), path, count, blocks)
         return
-    with _FailingLater(path, "w+") as file:
+    with FailingLater(path, "w+") as file:
         with _library(path).File(file, "w", libver="latest") as root:
             _fill(root, path, count, file.watch(blocks))
         file.check()
-
-
-class _FailingLater(io.FileIO):
-    """A file whose first error is raised when HDF5 is not writing: inside it ends the process."""
-
-    error: OSError | None = None
-
-    @override
-    def write(self, data: Any, /) -> int:
-        rest = memoryview(data).cast("B")
-        size = len(rest)
-        while rest and self.error is None:
-            try:
-                rest = rest[super().write(rest) :]
-            except OSError as error:
-                self.error = error
-        return size
-
-    @override
-    def truncate(self, size: int | None = None, /) -> int:
-        try:
-            return super().truncate(size)
-        except OSError as error:
-            self.error = self.error or error
-            return size or 0
-
-    def watch(self, blocks: Iterable[Any]) -> Iterator[Any]:
-        """Yield the blocks, and raise the first error before the next one is written."""
-        for block in blocks:
-            self.check()
-            yield block
-
-    def check(self) -> None:
-        """Raise the first error, if there was one."""
-        if self.error:
-            raise self.error
 
 
 def _fill(root: Any, path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.data.field_sink import ARRAYS, Field, FieldSink, refuse_another, remove
+from lightning_shard.checkpoint.atomic import disk_errors, partial_of, remove
+from lightning_shard.data.field_sink import ARRAYS, Field, FieldSink, refuse_another
 from lightning_shard.data.sink_parts import (
     as_array,
     dtype_of,
@@ -59,7 +60,7 @@ class PredictionWriter(BasePredictionWriter):
     The end of the path chooses the format: see `FieldSink`. Sample i of the dataset is row i of
     each array, or file i of a folder, whatever mesh predicted it. Nothing is gathered: each rank
     writes its own part of a field. The file has its name when it is whole; until then the name ends
-    in `.part`.
+    in `.partial`.
 
     Use it with `trainer.predict(..., return_predictions=False)`, so that nothing piles up in
     memory. A tensor that `predict_step` returns by itself is named `prediction`, entries of a dict
@@ -100,13 +101,13 @@ class PredictionWriter(BasePredictionWriter):
         """
         path = self.path or trainer.strategy.broadcast(_beside_logs(trainer))
         self._sink = FieldSink(path, self.overwrite, self._affine_of(trainer))
-        self._staged = self._sink.path.with_name(self._sink.path.name + ".parts")
+        staged = partial_of(self._sink.path)
+        self._sink.partial, self._staged = trainer.strategy.broadcast((self._sink.partial, staged))
         self._left_out.clear()
         self._written.clear()
         self._fields.clear()
         trainer.strategy.barrier("PredictionWriter.on_predict_start")
         if trainer.is_global_zero:
-            remove(self._staged)
             self._sink.begin()
         trainer.strategy.barrier("PredictionWriter.begun")
 
@@ -185,7 +186,8 @@ class PredictionWriter(BasePredictionWriter):
         def use(rows: Tensor, where: tuple[slice, ...]) -> None:
             for sample, index in zip(as_array(rows), indices, strict=True):
                 if array is not None and sample.size:
-                    array[(index, *where)] = sample
+                    with disk_errors(sink.path):
+                        array[(index, *where)] = sample
                 elif sample.size:
                     self._stage(name, index, where, sample)
 
@@ -195,11 +197,16 @@ class PredictionWriter(BasePredictionWriter):
     def _stage(self, name: str, index: int, where: Sequence[slice], values: np.ndarray) -> None:
         """Leave a part of a sample to the first rank."""
         place = self._staged / quote(name, safe="") / str(index)
-        place.mkdir(parents=True, exist_ok=True)
         starts = [part.start or 0 for part in where] or [0] * values.ndim
         bounds = zip(starts, values.shape, strict=True)
         words = "_".join(f"{start}-{start + count}" for start, count in bounds)
-        np.save(place / f"{words or 'number'}.npy", values)
+        values = np.ascontiguousarray(values)
+        header = np.lib.format.header_data_from_array_1_0(values)
+        with disk_errors(self._sink.path):
+            place.mkdir(parents=True, exist_ok=True)
+            with (place / f"{words or 'number'}.npy").open("wb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                file.write(memoryview(values))  # pyright: ignore[reportArgumentType] - np.save does not say what failed
 
     def _keep(self, name: str, value: Any, indices: Sequence[int]) -> None:
         """Keep a list of values of samples, or one value of all of them."""
@@ -210,8 +217,9 @@ class PredictionWriter(BasePredictionWriter):
                 self._sink.keep(name, index, one)
                 continue
             place = self._staged / quote(name, safe="") / str(index)
-            place.mkdir(parents=True, exist_ok=True)
-            torch.save(one, place / "value.pt")
+            with disk_errors(self._sink.path):
+                place.mkdir(parents=True, exist_ok=True)
+                torch.save(one, place / "value.pt")
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -237,9 +245,10 @@ class PredictionWriter(BasePredictionWriter):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Remove what was written of predictions that are not whole."""
-        if trainer.predicting and self._sink is not None and trainer.is_global_zero:
-            with suppress(OSError):  # another rank may be writing
-                self._sink.abandon()
+        if trainer.predicting and self._sink is not None:
+            with suppress(OSError):  # another rank may be writing, or removing
+                if trainer.is_global_zero:
+                    self._sink.abandon()
                 remove(self._staged)
 
     def _say_what_lacks(self, written: Sequence[Mapping[str, set[int]]]) -> None:
