@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import futures
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,6 +43,7 @@ from lightning_shard.checkpoint.manifest import (
     read_manifest,
     size_and_hash,
 )
+from lightning_shard.checkpoint.prepared import save_whole
 from lightning_shard.checkpoint.state import put_back, take_out
 from lightning_shard.checkpoint.stored import StoredState
 from lightning_shard.checkpoint.torch_file import read_torch_file
@@ -160,14 +160,15 @@ def _finish(
         if dist.get_rank() > 0:
             return
         with disk_errors(path):
-            torch.save(rest, partial / REST)
+            with (partial / REST).open("wb") as file:
+                save_whole(rest, file)
             files = {name: entry for entries in gathered for name, entry in entries.items()}
             files |= {name: size_and_hash(partial / name) for name in (REST, METADATA)}
             text = json.dumps({"format": FORMAT, **about, "files": files}, indent=1, default=str)
-            with (partial / MANIFEST).open("w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            with (partial / MANIFEST).open("w") as text_file:
+                text_file.write(text)
+                text_file.flush()
+                os.fsync(text_file.fileno())
             put_in_place(partial, path)
 
     together(complete, group)

@@ -4,10 +4,14 @@ torch pickles a module by the name of its class and with its hooks. The classes 
 and this package give a module have no names, and what it holds is one rank's shard.
 """
 
-from typing import Any
+import pickle
+from types import SimpleNamespace
+from typing import IO, Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_shard.checkpoint.stored import tensors_in
 from lightning_shard.processes.narrow import is_dict, is_list
@@ -16,6 +20,30 @@ from lightning_shard.tensor.mixins import own_class
 from lightning_shard.tensor.placement import is_field
 
 _OURS = ("torch.distributed.", f"{__name__.partition('.')[0]}.")
+
+
+class _WholeTensors(pickle.Pickler):
+    """Refuses shards: a pickle of one holds the rows of one rank, and looks whole."""
+
+    @override
+    def reducer_override(self, obj: Any, /) -> Any:
+        """Refuse a shard; leave all else to pickle."""
+        if isinstance(obj, DTensor):
+            raise TypeError(
+                "a checkpoint cannot hold an object with sharded tensors in it, such as an "
+                "optimizer: put its state_dict() into it, or keep parameters whole with "
+                "sharding='none'."
+            )
+        return NotImplemented
+
+
+def save_whole(content: Any, file: IO[bytes]) -> None:
+    """Write what torch.load reads; shards in it must have been gathered.
+
+    Raises:
+        TypeError: An object in it holds shards.
+    """
+    torch.save(content, file, pickle_module=SimpleNamespace(Pickler=_WholeTensors, __name__="ours"))
 
 
 def holds_prepared(value: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.foreign import by_index, plain_name
 from lightning_shard.checkpoint.prepared import is_prepared, reattached
 from lightning_shard.checkpoint.stored import StoredTensor, own_region
+from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.narrow import is_dict
@@ -143,9 +144,9 @@ def full(value: Any, keep: bool = True) -> Any:
     """Replace every sharded or split tensor in `value` by the whole one on the CPU.
 
     Args:
-        value: Nested dicts, lists and tuples. All ranks must pass the same structure: the tensors
-            are gathered one after the other, and no more than one of them exists whole at a time on
-            ranks that do not keep them.
+        value: Nested containers, as `map_leaves` opens them. All ranks must pass the same
+            structure: the tensors are gathered one after the other, and no more than one of them
+            exists whole at a time on ranks that do not keep them.
         keep: False on a rank that needs no result; tensors in it are then None.
 
     Raises:
@@ -165,6 +166,8 @@ def full(value: Any, keep: bool = True) -> Any:
         return _mapped(value, keep)
     if type(value) in (list, tuple):
         return type(value)(full(v, keep) for v in value)
+    if any(isinstance(x, DTensor) or is_field(x) for x in leaves_of(value)):  # a dataclass, say
+        return map_leaves(partial(full, keep=keep), value)
     if is_prepared(value):
         raise TypeError(
             f"a checkpoint cannot hold the module {own_class(value).__name__}, which is sharded: "

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import override
 
 from lightning_shard.checkpoint.atomic import remove, written_file
+from lightning_shard.checkpoint.prepared import save_whole
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, read_safetensors
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.torch_file import check_records, read_torch_file
@@ -47,7 +47,7 @@ class CheckpointFiles(TorchCheckpointIO):
             return
         path = local_path(path)
         with written_file(path) as file:
-            torch.save(checkpoint, file)
+            save_whole(checkpoint, file)
 
     @override
     def load_checkpoint(

@@ -1,7 +1,10 @@
 """What a strategy writes and reads."""
 
 import random
+from collections import UserDict, deque
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from lightning_shard import DomainTensor, init_mesh, parallelize
 from lightning_shard.checkpoint.directory import read_directory
 from lightning_shard.checkpoint.foreign import OWN
 from lightning_shard.checkpoint.state import full_module_state
+from lightning_shard.data.tree import leaves_of
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles, complete_io
 from lightning_shard.trainer.saving import Saver
 from tests import training
@@ -237,3 +241,40 @@ def test_sharded_modules_among_hyperparameters_are_left_out(kind):
     module.on_save_checkpoint = lambda checkpoint: checkpoint.update(ema=module.part)
     with pytest.raises(TypeError, match=r"cannot hold the module Twice.*put its state_dict\(\)"):
         runner.save_checkpoint(path)
+
+
+class Averages(NamedTuple):
+    decay: float
+    weights: list[torch.Tensor]
+
+
+@dataclass
+class Record:
+    weight: torch.Tensor
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_shards_in_any_container_are_saved_whole(kind):
+    path, module = shared_path("containers.ckpt"), Featured()
+    strategy = {"checkpoint_format": kind, "sharding": "full"}
+    runner = fit_sharded(module, (2,), strategy=strategy, limit_val_batches=0)
+    wanted = full_module_state(module)["network.0.weight"]
+    shard = module.network[0].weight
+    mine = {
+        "named": Averages(0.9, [shard]), "deque": deque([shard]), "record": Record(shard),
+        "user": UserDict(a=shard), "dict": {"a": (shard,)},
+    }  # fmt: skip
+    module.on_save_checkpoint = lambda checkpoint: checkpoint.update(mine=mine)
+    runner.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False) if path.is_file() else read_directory(path, False)
+    for name, value in saved["mine"].items():
+        (weight,) = [x for x in leaves_of(value) if isinstance(x, torch.Tensor)]
+        assert type(weight) is torch.Tensor, name
+        assert weight.equal(wanted), name
+    mine["optimizer"] = runner.optimizers[0]
+    said = r"cannot hold an object with sharded .* an optimizer: put its state_dict\(\) into it"
+    with pytest.raises((TypeError, RuntimeError), match=said):
+        runner.save_checkpoint(path)
+    mine["optimizer"] = runner.optimizers[0].state_dict()
+    runner.save_checkpoint(path)
