@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_shard.data.not_yet import NotYetATensor
 from lightning_shard.processes.torch_private.internals import collate_functions
 from lightning_shard.tensor.local_mesh import LocalMesh
 
@@ -32,7 +33,7 @@ def as_tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(values)
 
 
-class FileField:
+class FileField(NotYetATensor):
     """A field (B, C, *spatial) in files.
 
     Attributes:

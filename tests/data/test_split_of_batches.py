@@ -6,12 +6,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning_utilities.core import rank_zero as rank_zero_module
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
+from lightning_shard import FieldDataset, gather, slab_of, write_fields
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch
 from lightning_shard.trainer.split_summary import split_summary
@@ -84,6 +85,78 @@ def test_sparse_and_nested_tensors_are_compared_and_stay_whole():
         other = value if torch.distributed.get_rank() else value * 3
         with pytest.raises(ValueError, match=rf"different batches \(entry \['{name}'\]"):
             check_same_batch({name: other}, mesh)
+
+
+class Scales(LightningModule):
+    """Normalizes what it is given, in a hook and in another one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.network = nn.Conv2d(2, 2, 3, padding=1).double()
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        mean, scale = torch.tensor([[[0.5]], [[2.0]]], dtype=torch.float64), 3
+        return {**batch, "x": (batch["x"].double() - mean) / scale}
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {
+            **batch,
+            "x": 1 - 2 * batch["x"] + batch["x"] * torch.ones(1, 1, dtype=torch.double),
+        }
+
+    def training_step(self, batch, batch_idx):
+        return (self.network(batch["x"]) - 1).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Parts(LightningDataModule):
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def setup(self, stage):
+        self.fields = FieldDataset(self.path, ["x"], trainer=self.trainer)
+
+    def train_dataloader(self):
+        return DataLoader(self.fields, 2)
+
+
+@pytest.mark.spmd(2)
+def test_parts_are_normalized_as_whole_fields_are():
+    path = training.shared_path("x.zarr")
+    if torch.distributed.get_rank() == 0:
+        x = torch.randn(4, 2, 9, 7, generator=generator(0))
+        write_fields(path, 4, [{"x": x.numpy()}])
+    torch.distributed.barrier()
+    alone, module = Scales(), Scales()
+    Trainer(devices=1, plugins=LightningEnvironment(), **QUIET).fit(alone, Parts(path))
+    training.trainer((2,), use_distributed_sampler=False).fit(module, Parts(path))
+    assert_same_state(module, alone)
+
+
+@pytest.mark.spmd(2)
+def test_what_parts_cannot_do_is_said():
+    slab = slab_of(mesh_of(2), "x", (2, 9, 7))
+    rows = [slice(part.start, part.stop) for part in slab.index]
+    part = slab.part(torch.arange(126.0).reshape(2, 9, 7)[rows], sample=0)
+    said = r"not whole on any rank .* until the batch has been split, so it .* in the step"
+    for use in (
+        lambda: part.mean(),
+        lambda: part[0],
+        lambda: torch.stack([part]),
+        lambda: torch.sin(part),
+    ):
+        with pytest.raises((TypeError, AttributeError), match=said):
+            use()
+    with pytest.raises(TypeError, match=r"tensor of shape \(9, 7\) does not fit it; compute with"):
+        part + torch.zeros(9, 7)
+    doubled = default_collate([torch.ones(2, 1, 1) + part + part])
+    assert (doubled.ndim, len(doubled)) == (4, 1)
+    whole = gather(shard_batch(doubled, mesh_of(2)))
+    assert whole.equal(2 * torch.arange(126.0).reshape(1, 2, 9, 7) + 1)
 
 
 class Segments(LightningModule):
