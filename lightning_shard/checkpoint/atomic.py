@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PARTIAL = ".partial"
+_OF_DIRECTORIES = ("manifest.json", "meta.pt", ".metadata")  # a checkpoint has one of these
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 ABANDONED_S = 24 * 3600  # a partial one of another machine that nobody wrote to for so long
 ATTEMPTS = 100  # another run may put its checkpoint in place at the same moment
@@ -45,6 +46,7 @@ def written_file(path: Path) -> Generator[io.BufferedWriter]:
     """
     partial = partial_of(path)
     with disk_errors(path):
+        refuse_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent)
         try:
@@ -54,6 +56,21 @@ def written_file(path: Path) -> Generator[io.BufferedWriter]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def refuse_folder(path: Path) -> None:
+    """Refuse a folder in the place of a checkpoint, if it is none itself.
+
+    Raises:
+        IsADirectoryError: It holds files, which would be lost.
+    """
+    if not path.is_dir() or path.is_symlink() or any((path / n).exists() for n in _OF_DIRECTORIES):
+        return
+    if held := sorted(each.name for each in path.iterdir()):
+        raise IsADirectoryError(
+            f"'{path}' is a folder that holds {held[0]!r} and is no checkpoint, so it is not "
+            f"replaced; name a file in it, such as '{path / 'last.ckpt'}'."
+        )
 
 
 @contextlib.contextmanager

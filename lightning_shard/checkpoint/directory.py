@@ -29,6 +29,7 @@ from lightning_shard.checkpoint.atomic import (
     disk_errors,
     partial_of,
     put_in_place,
+    refuse_folder,
     remove,
     remove_leftovers,
 )
@@ -126,6 +127,7 @@ def _begin(path: Path) -> Path:
     def prepare() -> None:
         if dist.get_rank() == 0:
             with disk_errors(path):
+                refuse_folder(path)
                 partial[0].mkdir(parents=True)
                 remove_leftovers(path.parent)
 

@@ -59,7 +59,7 @@ class FieldSink:
         affine: A function that gives the affine matrix of a sample for a NIfTI file.
 
     Raises:
-        FileExistsError: The file is there, and `overwrite` is false.
+        FileExistsError: The file is there, and `overwrite` is false; or a folder holds other files.
         ModuleNotFoundError: The package of the format is not installed.
         NotADirectoryError: A folder of the path is a file.
         ValueError: The end of the name is not known.
@@ -85,6 +85,8 @@ class FieldSink:
                 f"{there[0]} is there already; choose another path, or remove it "
                 "(overwrite=True replaces it)."
             )
+        if not self.end and self.path.is_dir():
+            _refuse_other_files(self.path)
         self.partial = partial_of(self.path)
         self.fields: dict[str, Field] = {}  # as they were added last
         self.several = set[str]()  # names whose samples have several shapes or dtypes
@@ -352,6 +354,16 @@ def _block(field: Field, block: Sequence[int]) -> tuple[int, ...]:
         if total > MOST_BYTES and block[dim] >= field.shape[dim]:
             found[dim] = max(1, found[dim] * MOST_BYTES // total)
     return tuple(found)
+
+
+def _refuse_other_files(folder: Path) -> None:
+    """Refuse to replace a folder that holds more than predictions."""
+    others = [p.name for p in sorted(folder.iterdir()) if not re.fullmatch(r"\d{6,}\.pt", p.name)]
+    if others:
+        raise FileExistsError(
+            f"the folder {folder} holds {others[0]!r}, which is no prediction and would be lost; "
+            f"choose another folder, such as {folder / 'predictions'}."
+        )
 
 
 def _new_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -228,3 +228,28 @@ def test_save_weights_says_why_it_cannot(tmp_path):
     other = nn.Linear(100, 100)
     load_weights(other, tmp_path / "a.pt")
     assert torch.equal(other.weight, module.weight)
+
+
+def test_save_weights_replaces_no_folder(tmp_path):
+    (tmp_path / "runs.pt").mkdir()
+    save_weights(nn.Linear(1, 1), tmp_path / "runs.pt")  # an empty one holds nothing to be lost
+    (tmp_path / "kept.pt").mkdir()
+    (tmp_path / "kept.pt/notes.txt").touch()
+    with pytest.raises(IsADirectoryError, match=r"kept.pt' is a folder that holds 'notes.txt'"):
+        save_weights(nn.Linear(1, 1), tmp_path / "kept.pt")
+    save_weights(nn.Linear(1, 1), tmp_path / "kept.pt/last.ckpt")
+    assert names(tmp_path / "kept.pt") == {"notes.txt", "last.ckpt"}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("kind", ["single", "sharded", "async"])
+def test_a_run_replaces_no_folder_but_a_checkpoint(kind):
+    folder = shared_path("outputs")
+    for path in (folder / "last.ckpt", folder / "last.ckpt", folder):
+        refused = pytest.raises(
+            (IsADirectoryError, RuntimeError), match=r"outputs' is a folder that holds 'last.ckpt'"
+        )
+        with refused if path is folder else nullcontext():
+            fit((2,), SaveAt(path, 1), max_steps=1, max_epochs=-1, checkpoint_format=kind)
+        dist.barrier()
+        assert names(folder) == {"last.ckpt"}

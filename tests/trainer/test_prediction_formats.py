@@ -297,6 +297,13 @@ def test_two_runs_that_write_one_file_do_not_mix(kind, tmp_path):
     assert not [*tmp_path.glob("*.partial")]
 
 
+def test_a_folder_with_other_files_is_not_replaced(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(FileExistsError, match=r"'notes.txt', which is no prediction and would be"):
+        PredictionWriter(tmp_path, overwrite=True)
+    assert PredictionWriter(tmp_path / "predictions", overwrite=True).path
+
+
 def test_the_end_of_a_name_is_known():
     with pytest.raises(ValueError, match=r"predictions.npz is not known; end its name in .zarr"):
         PredictionWriter("predictions.npz")
