@@ -174,7 +174,8 @@ class FieldSink:
         """
         with self._writing():
             if self._root is not None:
-                self._root[name][(sample, *index)] = values
+                if values.size:
+                    self._root[name][(sample, *index)] = values
             elif self.fields[name].shape:
                 self._open(name, sample)[tuple(index)] = values
             else:
@@ -242,7 +243,7 @@ class FieldSink:
             path, field = self._place(name, sample), self.fields[name]
             path.parent.mkdir(parents=True, exist_ok=True)
             made = (
-                np.load(path, mmap_mode="r+")
+                np.load(path, mmap_mode=None if 0 in self.fields[name].shape else "r+")
                 if path.exists()
                 else _new_array(path, field.shape, field.dtype)
             )
@@ -371,6 +372,9 @@ def _new_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarra
 
     What is written into a mapped file on a full disk ends the process by a signal.
     """
+    if 0 in shape:  # nothing can be mapped
+        np.save(path, empty := np.empty(shape, dtype))
+        return empty
     made = np.lib.format.open_memmap(path, "w+", dtype, shape)
     if hasattr(os, "posix_fallocate"):  # not on macOS
         with path.open("r+b") as file:

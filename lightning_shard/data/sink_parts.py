@@ -110,7 +110,7 @@ def write(sink: FieldSink, name: str, value: Tensor, count: int, indices: Sequen
     sink.add(name, Field(count, tuple(value.shape[1:]), dtype_of(value)), extents_of_parts(value))
 
     def use(rows: Tensor, where: tuple[slice, ...]) -> None:
-        if rows.numel():
+        if rows.numel() or not value.numel():
             for sample, index in zip(as_array(rows), indices, strict=True):
                 sink.write(name, index, where, sample)
 

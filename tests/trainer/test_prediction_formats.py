@@ -149,6 +149,19 @@ def test_files_of_samples_have_several_extents(ranks, domain, kind):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.spmd(n)) for n in (1, 2)])
+def test_a_folder_holds_samples_without_rows(ranks):
+    def returned(field, number):
+        return {"boxes": torch.ones(1, 0 if number == 1 else 2, 4), "field": field[:, :, :0]}
+
+    path = shared_path("boxes")
+    predict_into(path, (ranks,), returned, loader(1, 3))
+    torch.distributed.barrier()
+    found = [torch.load(path / f"{i:06d}.pt", weights_only=True) for i in range(3)]
+    assert [tuple(each["boxes"].shape) for each in found] == [(2, 4), (0, 4), (2, 4)]
+    assert {tuple(each["field"].shape) for each in found} == {(1, 0, 7)}
+
+
 UNLIKE = {
     "shapes": (lambda field, number: field, "another \\(1, \\d+, 7\\)"),
     "dtypes": (lambda field, number: (field * 9).long()[:, :, 0] if number else field[:, :, 0],

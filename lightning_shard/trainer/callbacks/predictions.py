@@ -188,7 +188,7 @@ class PredictionWriter(BasePredictionWriter):
                 if array is not None and sample.size:
                     with disk_errors(sink.path):
                         array[(index, *where)] = sample
-                elif sample.size:
+                elif sample.size or (self._is_first_of_domain and not value.numel()):
                     self._stage(name, index, where, sample)
 
         if isinstance(value, DomainTensor) or self._is_first_of_domain:
@@ -274,7 +274,8 @@ class PredictionWriter(BasePredictionWriter):
                     continue
                 words = [word.split("-") for word in file.stem.split("_") if "-" in word]
                 where = tuple(slice(int(start), int(end)) for start, end in words)
-                parts.append((where, np.load(file, mmap_mode="r")))
+                is_empty = any(part.stop == 0 for part in where)
+                parts.append((where, np.load(file, mmap_mode=None if is_empty else "r")))
             if parts:
                 number = int(name.split("/")[0]) if len(loaders) > 1 else 0
                 shape = tuple(
