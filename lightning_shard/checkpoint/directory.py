@@ -25,14 +25,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_shard.checkpoint.atomic import (
-    disk_errors,
-    partial_of,
-    put_in_place,
-    refuse_folder,
-    remove,
-    remove_leftovers,
-)
 from lightning_shard.checkpoint.dcp_reader import METADATA, Files, read_dcp
 from lightning_shard.checkpoint.errors import EARLIER, DamagedError, UnsafeFileError
 from lightning_shard.checkpoint.foreign import WEIGHTS_KEYS
@@ -48,6 +40,14 @@ from lightning_shard.checkpoint.prepared import save_whole
 from lightning_shard.checkpoint.state import put_back, take_out
 from lightning_shard.checkpoint.stored import StoredState
 from lightning_shard.checkpoint.torch_file import read_torch_file
+from lightning_shard.data.atomic import (
+    disk_errors,
+    partial_of,
+    put_in_place,
+    refuse_folder,
+    remove,
+    remove_leftovers,
+)
 from lightning_shard.processes.errors_together import all_stop, gather_to_first, together
 from lightning_shard.processes.narrow import is_dict
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.atomic import written_file
 from lightning_shard.checkpoint.directory import is_sharded, read_weights
 from lightning_shard.checkpoint.foreign import plain_names, refuse_other_weights, weights_of
 from lightning_shard.checkpoint.pretrained import file_in, pretrained_names
@@ -29,6 +28,7 @@ from lightning_shard.checkpoint.safetensors_file import (
 from lightning_shard.checkpoint.state import full, module_state
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of, own_region
 from lightning_shard.checkpoint.torch_file import read_torch_file
+from lightning_shard.data.atomic import written_file
 from lightning_shard.fsdp.complex_pairs import pair_names
 from lightning_shard.fsdp.parallelize import SHARDED_OVER
 from lightning_shard.processes.agreement import DisagreementError

@@ -9,11 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_shard.checkpoint.atomic import written_file
 from lightning_shard.checkpoint.one_file import content_for, write_content
 from lightning_shard.checkpoint.open import open_checkpoint, weights
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.data.atomic import written_file
 from lightning_shard.processes.nearest import nearest
 
 

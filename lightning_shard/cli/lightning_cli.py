@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from lightning_shard.checkpoint.atomic import of_the_disk
 from lightning_shard.checkpoint.open import hyperparameters
 from lightning_shard.cli.config_checks import check, check_numbers, strategy_options
 from lightning_shard.cli.defaults import check_model, fill_in
@@ -32,6 +31,7 @@ from lightning_shard.cli.usage import (
     note,
     origin,
 )
+from lightning_shard.data.atomic import of_the_disk
 from lightning_shard.lab.predict_in_tiles import predicting
 from lightning_shard.lightning import (
     BasePredictionWriter,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_shard.checkpoint.atomic import (
+from lightning_shard.data.atomic import (
     disk_errors,
     partial_of,
     put_in_place,

@@ -12,11 +12,11 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import override
 
-from lightning_shard.checkpoint.atomic import remove, written_file
 from lightning_shard.checkpoint.prepared import save_whole
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, read_safetensors
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.torch_file import check_records, read_torch_file
+from lightning_shard.data.atomic import remove, written_file
 from lightning_shard.lightning import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO
 from lightning_shard.processes.errors_together import together
 

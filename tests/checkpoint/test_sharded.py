@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import HybridShardStrategy, load_weights
-from lightning_shard.checkpoint import atomic
 from lightning_shard.checkpoint import directory as sharded_directory
 from lightning_shard.checkpoint.dcp_reader import read_dcp
+from lightning_shard.data import atomic
 from lightning_shard.trainer import checkpoint_io
 from tests.checkpoint.tiny import SaveAt, fit, names, run_with, tiny
 from tests.training import shared_path

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shard import load_weights, save_weights
-from lightning_shard.checkpoint import atomic
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.cli.main import main
+from lightning_shard.data import atomic
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
 from tests.checkpoint.tiny import SaveAt, fit, names, tiny
 from tests.pairs import choose
@@ -94,7 +94,7 @@ def test_two_runs_write_one_name(kind, seconds, tmp_path):
 KILLED = """\
 import sys, time
 from pathlib import Path
-from lightning_shard.checkpoint import atomic
+from lightning_shard.data import atomic
 path = Path(sys.argv[1])
 partial = atomic.partial_of(path)
 partial.mkdir() if sys.argv[2] == "directory" else partial.write_bytes(b"half")

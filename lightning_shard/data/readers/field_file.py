@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_shard.checkpoint.atomic import remove
+from lightning_shard.data.atomic import remove
 from lightning_shard.data.failing_later import FailingLater
 from lightning_shard.data.file_field import Read
 from lightning_shard.data.readers.opened import OpenFile, optional

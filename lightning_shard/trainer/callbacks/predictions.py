@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.checkpoint.atomic import disk_errors, partial_of, remove
+from lightning_shard.data.atomic import disk_errors, partial_of, remove
 from lightning_shard.data.field_sink import ARRAYS, Field, FieldSink, refuse_another
 from lightning_shard.data.sink_parts import (
     as_array,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.checkpoint.atomic import partial_of
+from lightning_shard.data.atomic import partial_of
 from lightning_shard.lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_shard.tensor.mixins import own_class
 from lightning_shard.trainer.callbacks.epoch_report import (
