@@ -34,6 +34,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is not finite; on all ranks.
     """
+    norm_type = float(norm_type)  # torch takes "inf", too
     gradients = _gradients(parameters)
     total = _total_norm(gradients, norm_type)
     if error_if_nonfinite and not total.isfinite():

@@ -1,0 +1,58 @@
+"""What a loop of Fabric does between the calls of its modules equals one process, or is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import lightning_shard
+from lightning_shard import FabricShardStrategy
+from lightning_shard.checkpoint.state import full_module_state
+from tests.parity import assert_same
+from tests.trainer.test_fabric import fabric_of
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3)).double()
+
+
+def fields(samples=4):
+    return torch.randn(samples, 1, 9, 7, generator=torch.Generator().manual_seed(1)).double()
+
+
+def fabric_with(**options):
+    return fabric_of(FabricShardStrategy(**options))
+
+
+def own(fabric, x):
+    """This rank's part of the samples, or of each of them."""
+    strategy = fabric.strategy
+    if strategy.domain_size > 1:
+        return lightning_shard.shard(x, strategy.domain_mesh, 2)
+    return x[fabric.global_rank :: strategy.replicas]
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_same_weights(module, expected):
+    found = full_module_state(module.module)
+    for name, value in expected.state_dict().items():
+        assert_same(found[name], value)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("norm_type", ["inf", 1])
+def test_norms_of_other_orders(norm_type):
+    alone, x = network(), fields()
+    alone(x).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.01, float(norm_type))
+    fabric = fabric_with(sharding="full")
+    net = network()
+    net, opt = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    fabric.backward(net(own(fabric, x)).square().mean())
+    assert_same(fabric.clip_gradients(net, opt, max_norm=0.01, norm_type=norm_type), expected)
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        assert_same(whole(p.grad), q.grad)
