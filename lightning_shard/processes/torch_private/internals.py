@@ -274,7 +274,7 @@ def before_redistribution(look: Callable[[tuple[int, ...]], None]) -> None:
         look(tuple(spec.mesh.mesh.flatten().tolist()))
         return plain(local, spec, *args, **kwargs)
 
-    for name, module in [*sys.modules.items()]:  # each has imported it under this name
+    for name, module in sys.modules.copy().items():  # each has imported it under this name
         held = vars(module).get("redistribute_local_tensor")
         if name.startswith("torch.distributed.tensor.") and held is plain:
             vars(module)["redistribute_local_tensor"] = redistribute
