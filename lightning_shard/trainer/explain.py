@@ -38,6 +38,10 @@ _BY_MESSAGE = {
         "read: give it those of p.grad.full_tensor(). Or: the module is called after a gradient "
         "with create_graph=True, which reads parameters later: call it before."
     ),
+    "modified by an inplace operation": (
+        "If it is a value that fabric.all_reduce was given, which it changes in place: give it "
+        "loss.detach().clone()."
+    ),
     "unable to lock file": (
         "Another rank may have opened this file: the ranks of a domain hold one batch and run the "
         "same hooks. Write it where self.trainer.is_global_zero, or put self.global_rank into its "

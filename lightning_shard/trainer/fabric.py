@@ -285,11 +285,16 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
 
     @override
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all ranks; "sum" counts the ranks that share samples once."""
+        """Reduce over all ranks, in place; "sum" counts the ranks that share samples once."""
+        if not isinstance(tensor, Tensor):
+            return tensor
         group = None if group is dist.group.WORLD else group
-        return self.peers.reduce(
-            tensor, self.root_device, group=group, reduce_op=reduce_op, copies=self.domain_size
-        )
+        reduced = self.peers.reduce(
+            tensor.detach().clone(), self.root_device, group=group, reduce_op=reduce_op,
+            copies=self.domain_size,
+        )  # fmt: skip
+        with torch.no_grad():  # autograd tells if it needs the value that was there
+            return tensor.copy_(reduced)
 
     @override
     def all_gather(

@@ -44,6 +44,20 @@ def assert_same_weights(module, expected):
 
 
 @pytest.mark.spmd(2)
+def test_a_value_is_reduced_in_place():
+    fabric = fabric_with()
+    value = torch.tensor([1.0 + fabric.global_rank], dtype=torch.float64)
+    assert fabric.all_reduce(value) is value
+    assert value.item() == 1.5
+    loss = (nn.Parameter(torch.ones(())) * value).sum().sqrt()
+    fabric.all_reduce(loss.detach().clone())
+    loss.backward(retain_graph=True)
+    fabric.all_reduce(loss)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.spmd(2)
 @pytest.mark.parametrize("norm_type", ["inf", 1])
 def test_norms_of_other_orders(norm_type):
     alone, x = network(), fields()
