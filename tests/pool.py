@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from datetime import timedelta
 from typing import Any
 
@@ -274,7 +275,7 @@ def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) ->
         # a hang on another machine is hard to see; a signal would not do, Lightning resets all
         faulthandler.dump_traceback_later(STACKS_S + int(os.environ["RANK"]), file=2)
         try:
-            body(**kwargs)
+            copy_context().run(body, **kwargs)  # the next test sees no variable that it has set
             answer(None)
         except BaseException:
             answer(traceback.format_exc())

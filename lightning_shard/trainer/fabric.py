@@ -6,7 +6,7 @@ is the user's, so nothing here counts steps.
 
 import copy
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.weights import load_module_state
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
-from lightning_shard.fsdp.no_sync import no_sync
+from lightning_shard.fsdp.no_sync import no_sync, without_reduction
 from lightning_shard.lightning import (
     STRATEGY_REGISTRY,
     BackwardSyncControl,
@@ -34,6 +34,7 @@ from lightning_shard.lightning import (
     pl_worker_init_function,
 )
 from lightning_shard.ops.elementwise.random import use_exact_random
+from lightning_shard.ops.elementwise.whole_gradients import whole_gradients_in_loop
 from lightning_shard.processes.errors_together import together
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import sharding as parameters
@@ -134,6 +135,18 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         share_seeded_state(self.root_device)
         if self.exact_random is not None:
             self._until_end.enter_context(use_exact_random(self.exact_random))
+        backward = partial(replica_world, self.device_mesh)
+        mesh, grad = self.domain_mesh, self._without_reduction
+        self._until_end.enter_context(whole_gradients_in_loop(mesh, grad, backward))
+
+    @contextmanager
+    def _without_reduction(self) -> Generator[None]:
+        """Let `torch.autograd.grad` reduce no gradients of modules; collectives count replicas."""
+        with ExitStack() as stack:
+            stack.enter_context(replica_world(self.device_mesh))
+            for module in self._modules:
+                stack.enter_context(without_reduction(module))
+            yield
 
     @override
     def teardown(self) -> None:
@@ -201,11 +214,6 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
             self.steps.reshard(module)
         return super().optimizer_step(optimizer, **kwargs)
 
-    @override
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients; collectives of the module run over the data replicas."""
-        with replica_world(self.device_mesh):
-            super().backward(tensor, module, *args, **kwargs)
 
     @override
     def clip_gradients_norm(

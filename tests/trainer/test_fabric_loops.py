@@ -58,6 +58,69 @@ def test_a_value_is_reduced_in_place():
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_gradients_that_a_loop_asks_for_are_whole(sharding):
+    """As a penalty on the slope of a critic, and latents that are trained with the network."""
+
+    def loss_of(net, x, scale, backward):
+        guess = net(x) * scale
+        (slope,) = torch.autograd.grad(guess.sum(), x, create_graph=True)
+        (of_scale,) = torch.autograd.grad(guess.square().sum(), scale, create_graph=True)
+        loss = guess.square().mean() + slope.square().mean() + of_scale.square() / 1000
+        backward(loss)
+        return loss.detach()
+
+    alone, x = network(), fields()
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    expected = loss_of(alone, x.requires_grad_(), scale, torch.Tensor.backward)
+    fabric = fabric_with(domain_parallel_size=2, sharding=sharding)
+    net = fabric.setup(network())
+    own_scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    part = own(fabric, x.detach()).requires_grad_()
+    assert_same(loss_of(net, part, own_scale, fabric.backward), expected)
+    assert_same(own_scale.grad, scale.grad)
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        assert_same(whole(p.grad), q.grad)
+
+
+class Sloped(nn.Module):
+    """Asks for a gradient of its weights as it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        weight = self.net[0].weight
+        loss = self.net(x).square().mean()
+        return loss + torch.autograd.grad(loss, weight, create_graph=True)[0].square().sum()
+
+
+@pytest.mark.spmd(2)
+def test_gradients_that_a_forward_asks_for_are_whole():
+    alone, x = Sloped(), fields()
+    expected = alone(x)
+    expected.backward()
+    fabric = fabric_with(domain_parallel_size=2)
+    net = fabric.setup(Sloped())
+    loss = net(own(fabric, x))
+    loss.backward()  # does what fabric.backward does
+    assert_same(loss.detach(), expected.detach())
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        assert_same(p.grad, q.grad)
+
+
+@pytest.mark.spmd(2)
+def test_flops_of_a_module_that_is_not_split_are_counted():
+    from lightning.fabric.utilities.throughput import measure_flops
+
+    fabric_with(domain_parallel_size=2)
+    with torch.device("meta"):
+        net, x = nn.Conv2d(1, 1, 3), torch.randn(1, 1, 5, 5)
+    assert measure_flops(net, lambda: net(x), lambda y: y.sum()) > 0
+
+
+@pytest.mark.spmd(2)
 @pytest.mark.parametrize("norm_type", ["inf", 1])
 def test_norms_of_other_orders(norm_type):
     alone, x = network(), fields()

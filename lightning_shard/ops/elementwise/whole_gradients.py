@@ -63,33 +63,59 @@ def mean_over_ranks(gradient: Tensor, domain: Domain) -> Tensor:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that runs.
+    """A step that runs, or a loop of steps.
 
     Attributes:
         domain: The ranks over which plain gradients are averaged; None: none.
         around: A context for each call of `torch.autograd.grad`.
+        around_backward: A context for each other backward pass.
+        is_loop: True for a loop, which also computes what is not split.
     """
 
     domain: Domain | None
     around: Callable[[], AbstractContextManager[Any]]
+    around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    is_loop: bool = False
 
 
 _step: ContextVar[_Step | None] = ContextVar("_step", default=None)
 
 
-@contextmanager
 def whole_gradients(
     mesh: DeviceMesh | None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Generator[None]:
+) -> AbstractContextManager[None]:
     """Inside, plain tensors show whole gradients; for `torch.autograd.grad` one sum travels.
 
     Args:
         mesh: The domain mesh; nothing is averaged for None and for one rank.
         around: A context that is opened for each call of `torch.autograd.grad`.
     """
+    return _running(_Step(_domain(mesh), around))
+
+
+def whole_gradients_in_loop(
+    mesh: DeviceMesh,
+    around: Callable[[], AbstractContextManager[Any]],
+    around_backward: Callable[[], AbstractContextManager[Any]],
+) -> AbstractContextManager[None]:
+    """Inside, what a loop of the user's own does outside of its modules sees whole gradients, too.
+
+    Args:
+        mesh: The domain mesh.
+        around: A context that is opened for each call of `torch.autograd.grad`.
+        around_backward: A context that is opened for each other backward pass.
+    """
+    return _running(_Step(_domain(mesh), around, around_backward, is_loop=True))
+
+
+def _domain(mesh: DeviceMesh | None) -> Domain | None:
+    return None if mesh is None or mesh.size() == 1 else domain_of(mesh)
+
+
+@contextmanager
+def _running(step: _Step) -> Generator[None]:
     _average_gradients()
-    domain = None if mesh is None or mesh.size() == 1 else domain_of(mesh)
-    token = _step.set(_Step(domain, around))
+    token = _step.set(step)
     try:
         yield
     finally:
@@ -110,7 +136,7 @@ def local_gradients() -> Generator[None]:
 def splits_samples() -> bool:
     """Return True inside of a step whose samples are split over ranks."""
     step = _step.get()
-    return step is not None and step.domain is not None
+    return step is not None and step.domain is not None and not step.is_loop
 
 
 @cache
@@ -165,7 +191,7 @@ def on_whole_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable
         return hook
     if getattr(tensor, _PART, False):
         return hook
-    if not tensor.requires_grad or in_transform():
+    if not tensor.requires_grad or tensor.is_meta or in_transform():
         return hook
     domain, mark = step.domain, mark_of(tensor)
 
@@ -187,25 +213,15 @@ def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
         if step is None or backward_pass() != -1:
             return run(outputs, *args, **kwargs)
         inputs: Any = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else None
-        if inputs is None:
-            handles = [see_whole_gradient(leaf) for leaf in _leaves_of(step, outputs)]
-            try:
+        if inputs is not None:
+            return _averaged_over(step, inputs, lambda: run(outputs, *args, **kwargs))
+        handles = [see_whole_gradient(leaf) for leaf in _leaves_of(step, outputs)]
+        try:
+            with step.around_backward():
                 return run(outputs, *args, **kwargs)
-            finally:
-                for handle in filter(None, handles):
-                    handle.remove()
-        with step.around():
-            found = run(outputs, *args, **kwargs)
-        if any(g is None and isinstance(p, DTensor) for p, g in zip(inputs, found, strict=True)):
-            raise RuntimeError(
-                "torch.autograd.grad was asked for a sharded parameter of a block, which is whole "
-                "only while its block runs, and has found no gradient: keep parameters whole with "
-                "sharding='none'."
-            )
-        if step.domain is None or in_transform():
-            return found
-        with local_gradients():
-            return _averaged_over(step.domain, inputs, found)
+        finally:
+            for handle in filter(None, handles):
+                handle.remove()
 
     return run_backward
 
@@ -223,7 +239,24 @@ def _leaves_of(step: _Step, outputs: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if type(leaf) is Tensor]
 
 
-def _averaged_over(domain: Domain, inputs: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+def _averaged_over(
+    step: _Step, inputs: Sequence[Any], run: Callable[[], Sequence[Any]]
+) -> Sequence[Any]:
+    with step.around():
+        found = run()
+    if any(g is None and isinstance(p, DTensor) for p, g in zip(inputs, found, strict=True)):
+        raise RuntimeError(
+            "torch.autograd.grad was asked for a sharded parameter of a block, which is whole "
+            "only while its block runs, and has found no gradient: keep parameters whole with "
+            "sharding='none'."
+        )
+    if step.domain is None or in_transform():
+        return found
+    with local_gradients():
+        return _averaged(step.domain, inputs, found)
+
+
+def _averaged(domain: Domain, inputs: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
     shared = _equal_on_all_ranks(domain, inputs)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, gradient in enumerate(found):
