@@ -52,6 +52,7 @@ from lightning_shard.trainer.replica_samplers import (
     with_sampler,
 )
 from lightning_shard.trainer.split_summary import split_summary
+from lightning_shard.trainer.steps import step_by_mean_loss
 
 
 class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - OnMesh comes first
@@ -200,6 +201,8 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
                 "fabric.setup a new optimizer, and load its state with fabric.load."
             )
         parameters.mend_optimizers([optimizer], nn.ModuleList(self._modules), self._moved)
+        if self.world_size > 1:
+            step_by_mean_loss([optimizer])
         return optimizer
 
     def _module_of(self, optimizer: Optimizer) -> nn.Module:

@@ -78,9 +78,7 @@ class Steps:
     def follow(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Prepare what steps the optimizers, once they hold the module's parameters."""
         if self._mesh is not None:
-            for optimizer in optimizers:
-                if isinstance(optimizer, torch.optim.LBFGS):
-                    optimizer.register_step_pre_hook(_with_mean_loss)
+            step_by_mean_loss(optimizers)
         if module.automatic_optimization:
             return
         if isinstance(module, FSDPModule):
@@ -147,8 +145,14 @@ class Steps:
             (part.unshard if keep else part.reshard)()
 
 
-def _with_mean_loss(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+def step_by_mean_loss(optimizers: Sequence[Optimizer]) -> None:
     """Give LBFGS the mean loss of all ranks: by the loss of its rank, each would step elsewhere."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.register_step_pre_hook(_with_mean_loss)
+
+
+def _with_mean_loss(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
     closure = kwargs.get("closure")
     if closure is None:
         return None

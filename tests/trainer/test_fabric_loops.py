@@ -133,3 +133,27 @@ def test_norms_of_other_orders(norm_type):
     assert_same(fabric.clip_gradients(net, opt, max_norm=0.01, norm_type=norm_type), expected)
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
         assert_same(whole(p.grad), q.grad)
+
+
+@pytest.mark.spmd(2)
+def test_lbfgs_steps_by_the_mean_loss():
+    def steps(net, opt, x, backward):
+        def closure():
+            opt.zero_grad()
+            loss = net(x).square().mean()
+            backward(loss)
+            return loss
+
+        return [opt.step(closure).detach() for _ in range(2)]
+
+    def made(net):
+        return torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe", max_iter=4)
+
+    alone, x = network(), fields()
+    expected = steps(alone, made(alone), x, torch.Tensor.backward)
+    fabric = fabric_with(sharding="none")
+    net = network()
+    net, opt = fabric.setup(net, made(net))
+    found = steps(net, opt, own(fabric, x), fabric.backward)
+    assert_same(torch.stack(found), torch.stack(expected))
+    assert_same_weights(net, alone)
