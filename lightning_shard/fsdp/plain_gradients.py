@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_shard.domain.comm import all_reduce
 from lightning_shard.fsdp.same_blocks import SameBlocks
 from lightning_shard.fsdp.sparse_gradients import may_be_sparse, mean_of_sparse
+from lightning_shard.fsdp.unreduced import Unreduced
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.torch_private.internals import (
     after_backward,
@@ -127,6 +128,9 @@ class PlainGradients:
 
     A hook that looks at the gradient of a parameter (`register_hook`,
     `register_post_accumulate_grad_hook`) is given the mean, in every backward pass.
+
+    Attributes:
+        unreduced: The parameters whose gradients are left on each rank.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class PlainGradients:
             module: The module whose parameters are all followed, also those that come later.
         """
         self.group, self.enabled = group, True
+        self.unreduced = Unreduced()
         self._module = None if module is None else weakref.ref(module)
         self._order = order
         self._backward = -1
@@ -239,9 +244,12 @@ class PlainGradients:
 
     def _accumulated(self, p: Tensor) -> None:
         assert isinstance(p, nn.Parameter)
-        if len(hooks_of(p)[1]) > 1 and p.grad is not None:
+        has_mean = len(hooks_of(p)[1]) > 1
+        if has_mean and p.grad is not None:
             p.grad = _mean(p.grad, self.group)
         if not self.enabled:
+            if not has_mean:
+                self.unreduced.note(p)
             return
         if not self._has_begun or self._backward != backward_pass():
             self._begin()
@@ -279,6 +287,7 @@ class PlainGradients:
             if p in self._sparse and p.requires_grad:
                 p.grad = mean_of_sparse(p, self.group)
         self._has_begun, self._has_averaged = False, True
+        self.unreduced.forget()
         if self.watches_assigned:
             grads = ((p, p.grad) for p in self.parameters)
             self._averaged = {p: weakref.ref(g) for p, g in grads if g is not None}

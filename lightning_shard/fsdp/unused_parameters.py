@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_shard.fsdp.same_blocks import NamedGather, same_blocks
 from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.fsdp.unreduced import Unreduced
 from lightning_shard.processes.torch_private.internals import (
     after_backward,
     backward_pass,
@@ -35,6 +36,7 @@ class UnusedParameters:
 
     Attributes:
         some: True if a rank has left out a parameter in the first backward; None before it.
+        unreduced: The shards whose gradients are left on each rank.
     """
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup) -> None:
@@ -45,6 +47,7 @@ class UnusedParameters:
             group: All ranks that shard it.
         """
         self.some: bool | None = None
+        self.unreduced = Unreduced()
         self._group = group
         self._order = same_blocks(group)
         names: dict[Any, str] = {module: name for name, module in named_modules(root)}
@@ -53,6 +56,7 @@ class UnusedParameters:
             name = repr(names[module]) if names[module] else "the module itself"
             for each in parameter_groups(module):
                 found.append(each)
+                each.pre_backward = self._dropping(each)
                 each.post_backward = self._filling(each, name)
                 if group.size() > 1 and self._order is not None:
                     gather: Any = NamedGather(gather_of(each), self._order, name)
@@ -78,10 +82,36 @@ class UnusedParameters:
             event = "ends a backward pass in which its loss reaches no parameter"
             self._order.comes_to(event, in_backward=True)
 
+    def _dropping(self, group: Any) -> Callable[..., None]:
+        plain: Callable[..., None] = group.pre_backward
+
+        def pre_backward(*args: Any) -> None:
+            self._drop_zeroed(group)
+            plain(*args)
+
+        return pre_backward
+
+    def _drop_zeroed(self, group: Any) -> None:
+        """Take away what a rank has of gradients that `zero_grad` has set to zero."""
+        for p in group.fsdp_params:
+            if self.unreduced.takes_zeroed(p.sharded_param):
+                p.unsharded_param.grad = None
+                if "unsharded_accumulated_grad" in vars(p):  # torch 2.11
+                    p.unsharded_accumulated_grad = None
+
+    def _note_unreduced(self, group: Any) -> None:
+        if group.reduce_grads:
+            self.unreduced.forget(p.sharded_param for p in group.fsdp_params)
+            return
+        for p in group.fsdp_params:
+            if _is_trained(p) and _has_gradient(p):
+                self.unreduced.note(p.sharded_param)
+
     def _filling(self, group: Any, name: str) -> Callable[..., None]:
         plain: Callable[..., None] = group.post_backward
 
         def post_backward(*args: Any) -> None:
+            self._drop_zeroed(group)  # of a block that this pass has not reached
             fills = group.reduce_grads and self.some is not False
             if fills:
                 self._fill(group)
@@ -96,6 +126,7 @@ class UnusedParameters:
                     some = "" if all(trained) else f" (only {trained.count(True)} parameters)"
                     self._order.comes_to(f"reduces the gradients of {name}{some}")
             plain(*args)
+            self._note_unreduced(group)
 
         return post_backward
 

@@ -25,6 +25,8 @@ from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.fsdp.no_sync import no_sync, without_reduction
+from lightning_shard.fsdp.plain_gradients import plain_gradients_of
+from lightning_shard.fsdp.unused_parameters import unused_parameters_of
 from lightning_shard.lightning import (
     STRATEGY_REGISTRY,
     BackwardSyncControl,
@@ -212,11 +214,26 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, and shard again what was gathered before it, say to validate."""
+        """Step, and shard again what was gathered before it, say to validate.
+
+        Raises:
+            RuntimeError: A gradient is still that of each rank.
+        """
+        self._refuse_unreduced(optimizer)
         for module in self._modules:
             self.steps.reshard(module)
         return super().optimizer_step(optimizer, **kwargs)
 
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for module in self._modules:
+            for each in (plain_gradients_of(module), unused_parameters_of(module)):
+                if each is not None and each.unreduced.wait(held):
+                    raise RuntimeError(
+                        "the optimizer would step with other gradients on each rank, since the "
+                        "last backward pass before it ran under fabric.no_backward_sync; let that "
+                        "pass reduce them: fabric.no_backward_sync(model, enabled=False)."
+                    )
 
     @override
     def clip_gradients_norm(
@@ -228,6 +245,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Scale all gradients down to a norm, that of the whole parameters; return it."""
+        self._refuse_unreduced(optimizer)
         self.precision.unscale_gradients(optimizer)
         found: Any = self.precision.main_params(optimizer)
         return clip_grad_norm_(found, max_norm, norm_type, error_if_nonfinite)
@@ -237,6 +255,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
         """Limit each element of the gradients."""
+        self._refuse_unreduced(optimizer)
         self.precision.unscale_gradients(optimizer)
         found: Any = self.precision.main_params(optimizer)
         clip_grad_value_(found, clip_val)

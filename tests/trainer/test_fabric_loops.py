@@ -136,6 +136,47 @@ def test_norms_of_other_orders(norm_type):
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_accumulated_gradients_are_dropped_by_zero_grad(sharding, to_none):
+    """As of the last batches of an epoch, which fill no step."""
+    alone, x = network(), fields()
+    alone(x).square().mean().backward()
+    expected = [p.grad for p in alone.parameters()]
+    fabric = fabric_with(sharding=sharding)
+    net = network()
+    net, opt = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    for _ in range(2):
+        with fabric.no_backward_sync(net):
+            fabric.backward(net(own(fabric, x)).mean())
+        opt.zero_grad(set_to_none=to_none)
+        opt.step()
+        fabric.backward(net(own(fabric, x)).square().mean())
+        for p, gradient in zip(net.parameters(), expected, strict=True):
+            assert_same(whole(p.grad), gradient)
+        opt.zero_grad(set_to_none=to_none)
+    assert_same_weights(net, alone)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_a_step_with_gradients_of_one_rank_is_refused(sharding):
+    fabric = fabric_with(sharding=sharding)
+    net = network()
+    net, opt = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    with fabric.no_backward_sync(net):
+        fabric.backward(net(own(fabric, fields())).mean())
+    with pytest.raises(RuntimeError, match="enabled=False"):
+        fabric.clip_gradients(net, opt, max_norm=1.0)
+    with pytest.raises(RuntimeError, match="enabled=False"):
+        opt.step()
+    with fabric.no_backward_sync(net, enabled=False):
+        fabric.backward(net(own(fabric, fields())).mean())
+    fabric.clip_gradients(net, opt, max_norm=1.0)
+    opt.step()
+
+
+@pytest.mark.spmd(2)
 def test_lbfgs_steps_by_the_mean_loss():
     def steps(net, opt, x, backward):
         def closure():
