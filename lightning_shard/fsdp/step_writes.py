@@ -48,6 +48,7 @@ class Gathered:
         self._slices: dict[Tensor, tuple[slice, ...]] = {}  # slices of the whole, by shard
         self.frozen_in_step: set[Tensor] = set()  # whole parameters that the step switched off
         self._in_step = self._keeps = False
+        self.in_loop = False  # a loop of the user's own calls the module, and may write after it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refuse, as FSDP2 does, a copy of a module whose parameters this follows.
@@ -118,6 +119,8 @@ class Gathered:
             self.keep_writes()
         elif self._in_step:
             self.refuse_writes()
+        elif self.in_loop:
+            self.shard_again()
 
     def before_load(self, *_: Any) -> None:
         """Shard again, so that a state dict that is loaded can be sharded too.
@@ -134,6 +137,14 @@ class Gathered:
                 "load_state_dict in a step would write into sharded parameters while they are "
                 f"whole: {_WAY_OUT}."
             )
+        elif self.in_loop:
+            self.shard_again()
+
+    def shard_again(self) -> None:
+        """Shard what a forward has left whole, with what a loop has written into it since."""
+        self.keep_writes(all_of_them=False)
+        for block in self._blocks:
+            block.reshard()
 
     def begin(self) -> None:
         """Note how the parameters are before a step."""
@@ -177,13 +188,19 @@ class Gathered:
         return any(at and whole.requires_grad and not at[0] for whole, at in begun)
 
     @torch.no_grad()
-    def keep_writes(self) -> None:
-        """Write what the whole parameters are into their shards."""
+    def keep_writes(self, *, all_of_them: bool = True) -> None:
+        """Write what the whole parameters are into their shards.
+
+        Args:
+            all_of_them: False: only those that count a write, as `p.data.mul_()` does not.
+        """
         for whole, shard in self.pairs():
             if whole not in self._begun:  # it is gathered since, and nobody has written
                 continue
             if whole.requires_grad != self._begun[whole][0]:
                 shard.requires_grad_(whole.requires_grad)
+            if not all_of_them and version_of(whole) == self._begun[whole][1]:
+                continue
             local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
             local.copy_(whole[self._slice(shard)])
             if storage_key(self._memory[whole]) != storage_key(whole):  # p.data = value

@@ -26,6 +26,7 @@ from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.fsdp.no_sync import no_sync, without_reduction
 from lightning_shard.fsdp.plain_gradients import plain_gradients_of
+from lightning_shard.fsdp.step_writes import GATHERED
 from lightning_shard.fsdp.unused_parameters import unused_parameters_of
 from lightning_shard.lightning import (
     STRATEGY_REGISTRY,
@@ -221,7 +222,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         """
         self._refuse_unreduced(optimizer)
         for module in self._modules:
-            self.steps.reshard(module)
+            _shard_again(module)
         return super().optimizer_step(optimizer, **kwargs)
 
     def _refuse_unreduced(self, optimizer: Optimizer) -> None:
@@ -341,7 +342,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole weights, on the first rank."""
         module = entered(module)
-        self.steps.reshard(module)
+        _shard_again(module)
         return self.saver.gather_module(module)
 
     @override
@@ -368,7 +369,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
     ) -> None:
         """Load each rank's part of whole weights."""
         module = entered(module)
-        self.steps.reshard(module)
+        _shard_again(module)
         load_module_state(module, state_dict, strict)
 
     @override
@@ -394,6 +395,13 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         rest = super().load_checkpoint(path, held, strict, weights_only)
         state.update({k: v for k, v in held.items() if not isinstance(v, Shards)})
         return rest
+
+
+def _shard_again(module: nn.Module) -> None:
+    """Shard what a forward has left whole; nothing of a module that is whole on each rank."""
+    gathered = module.__dict__.get(GATHERED)
+    if gathered is not None:
+        gathered.shard_again()
 
 
 class _NoSync(BackwardSyncControl):

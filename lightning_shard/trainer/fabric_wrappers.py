@@ -4,10 +4,12 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.state import load_optimizer_state
+from lightning_shard.fsdp.step_writes import GATHERED, Gathered
 
 
 class Entered(nn.Module):
@@ -20,10 +22,26 @@ class Entered(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.gathered.in_loop = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, with the hooks that gather."""
-        return self.module(*args, **kwargs)
+        """Call the module, with the hooks that gather.
+
+        Without gradients it is sharded again. With them it stays whole until backward, and what a
+        loop writes into parameters meanwhile goes into the shards.
+        """
+        gathered = self.gathered
+        gathered.keep_writes(all_of_them=False)  # after a call that no backward pass followed
+        output = self.module(*args, **kwargs)
+        gathered.begin()
+        if not torch.is_grad_enabled():
+            gathered.shard_again()
+        return output
+
+    @property
+    def gathered(self) -> Gathered:
+        """The parameters of the module that are whole at the moment."""
+        return self.module.__dict__[GATHERED]
 
 
 def entered(module: nn.Module) -> nn.Module:

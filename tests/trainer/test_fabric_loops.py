@@ -177,6 +177,49 @@ def test_a_step_with_gradients_of_one_rank_is_refused(sharding):
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_written_after_a_forward_stays(trains):
+    """Also where no backward pass follows the forward, after which FSDP2 leaves weights whole."""
+    fabric = fabric_with(sharding="full")
+    raw, x, alone = network(), fields(), network()
+    net, opt = fabric.setup(raw, torch.optim.SGD(raw.parameters(), 0.1))
+    with torch.set_grad_enabled(trains):
+        net(own(fabric, x))
+    for module in (raw, alone):
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(2)
+    net(own(fabric, x))
+    opt.step()  # has no gradients
+    assert_same_weights(net, alone)
+    with torch.set_grad_enabled(trains):
+        net(own(fabric, x))
+    net.load_state_dict({name: 2 * value for name, value in network().state_dict().items()})
+    fabric.backward(net(own(fabric, x)).square().mean())
+    opt.step()
+    alone(x).square().mean().backward()
+    torch.optim.SGD(alone.parameters(), 0.1).step()
+    assert_same_weights(net, alone)
+
+
+@pytest.mark.spmd(2)
+def test_layers_that_are_frozen_first_train_after_an_evaluation():
+    fabric = fabric_with(sharding="full")
+    raw, x, alone = network(), fields(), network()
+    raw[0].requires_grad_(False)
+    net, opt = fabric.setup(raw, torch.optim.SGD(raw[2].parameters(), 0.1))
+    with torch.no_grad():
+        net(own(fabric, x))
+    raw[0].requires_grad_(True)
+    opt.add_param_group({"params": [*raw[0].parameters()]})
+    fabric.backward(net(own(fabric, x)).square().mean())
+    opt.step()
+    alone(x).square().mean().backward()
+    torch.optim.SGD(alone.parameters(), 0.1).step()
+    assert_same_weights(net, alone)
+
+
+@pytest.mark.spmd(2)
 def test_lbfgs_steps_by_the_mean_loss():
     def steps(net, opt, x, backward):
         def closure():
