@@ -84,6 +84,10 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         self._samplers_wanted = False
         self._until_end = ExitStack()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FabricShardStrategy":
+        """Return this one: a copy of a module of Fabric, such as an average, runs on its mesh."""
+        return self
+
     # The mesh.
 
     @property

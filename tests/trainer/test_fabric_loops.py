@@ -220,6 +220,22 @@ def test_layers_that_are_frozen_first_train_after_an_evaluation():
 
 
 @pytest.mark.spmd(2)
+def test_an_average_of_a_module_that_is_whole():
+    fabric = fabric_with(domain_parallel_size=2)
+    net, x, alone = fabric.setup(network()), fields(), network()
+    average = torch.optim.swa_utils.AveragedModel(net)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(3)
+    average.update_parameters(net)
+    with torch.no_grad():
+        found = lightning_shard.gather(average(own(fabric, x)))
+        for p in alone.parameters():
+            p.mul_(3)
+        assert_same(found, alone(x))
+
+
+@pytest.mark.spmd(2)
 def test_lbfgs_steps_by_the_mean_loss():
     def steps(net, opt, x, backward):
         def closure():
