@@ -35,6 +35,7 @@ from lightning_shard.lightning import (
     FabricPrecision,
     move_data_to_device,
     pl_worker_init_function,
+    rank_zero_warn,
 )
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.ops.elementwise.whole_gradients import whole_gradients_in_loop
@@ -42,8 +43,8 @@ from lightning_shard.processes.errors_together import together
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.environment import check_processes
-from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered
-from lightning_shard.trainer.host import FabricScriptLauncher
+from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered, through
+from lightning_shard.trainer.host import FabricScriptLauncher, own_batches
 from lightning_shard.trainer.metrics_once import count_metrics_over
 from lightning_shard.trainer.on_mesh import OnMesh, register
 from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts
@@ -51,7 +52,9 @@ from lightning_shard.trainer.random_state import share_random_state, share_seede
 from lightning_shard.trainer.replica_samplers import (
     Stride,
     count_replicas_in,
+    drops_last,
     own_sampler,
+    refuse_unread,
     with_sampler,
 )
 from lightning_shard.trainer.split_summary import split_summary
@@ -279,42 +282,42 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
             loader.dataset, IterableDataset
         )
         if self.replicas > 1 and wanted and not whole:
-            alike = Alike(sampler, self.broadcast)
-            loader = with_sampler(loader, Stride(alike, self.replicas, replica))
+            alike, drops = Alike(sampler, self.broadcast), drops_last(loader)
+            if len(alike) % self.replicas and not drops:
+                rank_zero_warn(
+                    f"{len(alike)} samples are read on {self.replicas} data replicas, so in each "
+                    "epoch some are read twice; DataLoader(..., drop_last=True) leaves out what "
+                    "fills no batch."
+                )
+            part = Stride(alike, self.replicas, replica, whole_batches=drops)
+            loader = with_sampler(loader, part)
         seed: Any = loader.worker_init_fn
         if isinstance(seed, partial) and seed.func is pl_worker_init_function:
             loader.worker_init_fn = partial(seed.func, rank=replica)
-        if self.domain_size > 1:
-            kind, split = type(loader), self._split
+        if self.world_size == 1:
+            return loader
+        return through(loader, partial(self._batches, loader))
 
-            class Split(kind):
-                """Splits the batches of a loader over the domain."""
-
-                def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-                    return split(super().__iter__)
-
-                def __reduce_ex__(self, protocol: Any) -> Any:
-                    """Save the user's loader, where a checkpoint holds this one."""
-                    plain = object.__new__(kind)
-                    vars(plain).update(vars(self))
-                    return copy.copy, (plain,)
-
-            split_loader = object.__new__(Split)
-            vars(split_loader).update(vars(loader))
-            return split_loader
-        return loader
-
-    def _split(self, begin: Callable[[], Iterator[Any]]) -> Generator[Any]:
+    def _batches(
+        self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]
+    ) -> Generator[Any]:
         share_random_state(self.domain_mesh, self.root_device)
         for number, batch in enumerate(begin()):
             if number == 0:
-                check_same_batch(batch, self.domain_mesh)
-            batch = move_data_to_device(batch, self.root_device)
-            batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
-            if number == 0:
-                self.announced.say(split_summary(batch), None, self.domain_size)
-            self._count_metrics()
-            yield batch
+                refuse_unread(own_batches(loader))
+            yield self._part_of(batch, first=number == 0)
+
+    def _part_of(self, batch: Any, *, first: bool) -> Any:
+        if self.domain_size == 1:
+            return batch
+        if first:
+            check_same_batch(batch, self.domain_mesh)
+        batch = move_data_to_device(batch, self.root_device)
+        batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
+        if first:
+            self.announced.say(split_summary(batch), None, self.domain_size)
+        self._count_metrics()
+        return batch
 
     # Collectives.
 

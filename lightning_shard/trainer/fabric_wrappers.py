@@ -2,14 +2,22 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_shard.checkpoint.state import load_optimizer_state
 from lightning_shard.fsdp.step_writes import GATHERED, Gathered
+
+_UNSIZED = (
+    "the sampler {} {}, so its samples cannot be divided among the data replicas: give it the "
+    "length of an epoch, or pass use_distributed_sampler=False to fabric.setup_dataloaders and let "
+    "it yield those of its replica."
+)
 
 
 class Entered(nn.Module):
@@ -65,13 +73,20 @@ class Alike:
     """Yields on all ranks the samples in the order that the first rank has drawn."""
 
     def __init__(self, sampler: Any, broadcast: Callable[[Any], Any]) -> None:
+        if not hasattr(sampler, "__len__"):
+            raise TypeError(_UNSIZED.format(type(sampler).__name__, "has no length"))
         self._sampler, self._broadcast = sampler, broadcast
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._broadcast(list(self._sampler)))
+        number = len(self._sampler)
+        drawn = list(islice(self._sampler, number + 1))  # one more, at which torch's draw again
+        if len(drawn) > number:
+            more = f"yields more samples than its length, {number}"
+            raise ValueError(_UNSIZED.format(type(self._sampler).__name__, more))
+        return iter(self._broadcast(drawn))
 
     def __reduce__(self) -> Any:
         """Save the user's sampler, where a checkpoint holds its loader."""
@@ -81,3 +96,31 @@ class Alike:
         """Tell the epoch to a sampler that draws by it."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
+
+
+def through(
+    loader: DataLoader[Any], batches: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]
+) -> DataLoader[Any]:
+    """Return a loader like `loader`, which yields what `batches` makes of its batches.
+
+    Args:
+        loader: The loader.
+        batches: Is given the function that begins to read the loader.
+    """
+    kind = type(loader)
+
+    class Through(kind):
+        """Yields what a function makes of the batches of a loader."""
+
+        def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return batches(super().__iter__)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Save the user's loader, where a checkpoint holds this one."""
+            plain = object.__new__(kind)
+            vars(plain).update(vars(self))
+            return copy.copy, (plain,)
+
+    found = object.__new__(Through)
+    vars(found).update(vars(loader))
+    return found

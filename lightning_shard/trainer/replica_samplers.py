@@ -32,6 +32,11 @@ def own_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if found is None else found
 
 
+def drops_last(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader drops the samples that fill no batch."""
+    return bool(getattr(own_batches(loader), "drop_last", False))
+
+
 def set_sampler(reader: Any, sampler: Any) -> None:
     """Let a loader, or the batch sampler of one, read another sampler."""
     object.__setattr__(reader, "sampler", sampler)  # a loader refuses a plain assignment
@@ -57,7 +62,15 @@ class Stride(DistributedSampler[Any]):
         is_read: True once something has asked for its samples.
     """
 
-    def __init__(self, whole: Any, replicas: int, replica: int, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        whole: Any,
+        replicas: int,
+        replica: int,
+        seed: int | None = None,
+        *,
+        whole_batches: bool = False,
+    ) -> None:
         """Take every n-th sample.
 
         Args:
@@ -66,8 +79,10 @@ class Stride(DistributedSampler[Any]):
             replica: The replica whose samples these are.
             seed: Begins the numbers from which the order is drawn on all replicas; None: all have
                 the same numbers.
+            whole_batches: True if samples that fill no batch are dropped, as `drop_last=True` of a
+                loader: then no sample is repeated so that all replicas have as many.
         """
-        super().__init__(whole, replicas, replica, shuffle=False)
+        super().__init__(whole, replicas, replica, shuffle=False, drop_last=whole_batches)
         self.whole, self._seed = whole, seed
         self.is_read = False
 
@@ -105,8 +120,8 @@ def refuse_unread(batches: Any) -> None:
         raise ValueError(
             f"{type(batches).__name__} makes batches without reading its `sampler`, so all "
             f"{sampler.num_replicas} data replicas would read the same samples; let it read "
-            "`self.sampler`, or make the Trainer with use_distributed_sampler=False and let it "
-            "yield those of its replica (trainer.distributed_sampler_kwargs)."
+            "`self.sampler`, or pass use_distributed_sampler=False to the Trainer, or to "
+            "fabric.setup_dataloaders, and let it yield those of its replica."
         )
 
 

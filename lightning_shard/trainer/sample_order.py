@@ -61,6 +61,7 @@ from lightning_shard.trainer.replica_samplers import (
     Stride,
     count_replicas_in,
     draw_alike,
+    drops_last,
     given_seed,
     own_sampler,
     set_sampler,
@@ -195,16 +196,16 @@ class SampleOrder:
         place = (self._replicas, self._replica)
         # as an epoch of training begins, replicas agree on their numbers
         seed = None if self._trainer.training else given_seed()
-        return with_sampler(loader, Stride(sampler, *place, seed))
+        part = Stride(sampler, *place, seed, whole_batches=drops_last(loader))
+        return with_sampler(loader, part)
 
     def _read_each_once(self, loader: DataLoader[Any]) -> None:
         """Take from a loader, in place, the samples that its sampler repeats to fill a replica."""
         sampler = own_sampler(loader)
         if type(sampler) in (DistributedSampler, Stride):
             batches = own_batches(loader)
-            whole = getattr(batches, "drop_last", False)
             reader = loader if batches is None else batches
-            set_sampler(reader, EachOnce(sampler, whole_batches=whole))
+            set_sampler(reader, EachOnce(sampler, whole_batches=drops_last(loader)))
             self._until_end.callback(set_sampler, reader, sampler)
 
     def _begin_workers(self, loader: DataLoader[Any]) -> None:
