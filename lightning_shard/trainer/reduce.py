@@ -77,6 +77,8 @@ class _GatherEach(Function):
 
 
 def divide(tensor: Tensor, number: int) -> Tensor:
-    """Divide by the number of ranks; integers stay integers."""
+    """Divide by the number of ranks; integers stay integers, and a truth of some ranks true."""
+    if tensor.dtype == torch.bool:
+        return tensor
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     return tensor.div(number, rounding_mode="trunc" if whole else None)

@@ -1,6 +1,7 @@
 """Loaders of Fabric: data replicas share the samples of one process, or a sentence says why not."""
 
 import pytest
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from tests.trainer.test_fabric import fabric_of
@@ -69,3 +70,9 @@ def test_batches_that_do_not_read_their_sampler_are_refused():
     with pytest.raises(ValueError, match="Fixed makes batches without reading its `sampler`"):
         read(fabric, loader)
     assert read(fabric, loader, use_distributed_sampler=False) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.spmd(2)
+def test_the_mean_of_truths_stays_true():
+    fabric = fabric_of("hybrid_shard")
+    assert fabric.all_reduce(torch.tensor(True)).item() is True
