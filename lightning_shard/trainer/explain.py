@@ -36,7 +36,9 @@ _BY_MESSAGE = {
     "but its data is not allocated yet": _WHOLE + (
         "Or: torch.tensor was given sharded tensors, such as norms of gradients, which it cannot "
         "read: give it those of p.grad.full_tensor(). Or: the module is called after a gradient "
-        "with create_graph=True, which reads parameters later: call it before."
+        "with create_graph=True, which reads parameters later: call it before. Or: a part of a "
+        "module of Fabric was called alone, as model.head(x): call a method of the module that "
+        "model.mark_forward_method('name') has marked."
     ),
     "modified by an inplace operation": (
         "If it is a value that fabric.all_reduce was given, which it changes in place: give it "
