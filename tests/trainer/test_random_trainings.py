@@ -181,20 +181,21 @@ def _is_of_a_step(event: Any) -> bool:
     return bool(names) and not ends and not any(name.endswith("_epoch") for name in names)
 
 
-def differences(found: Any, wanted: Any, at: str = "") -> list[str]:
-    """Where two runs differ. Lightning logs in float32."""
+def differences(found: Any, wanted: Any, at: str = "", coarse: float = 0.0) -> list[str]:
+    """Where two runs differ by more than `coarse`. Lightning logs in float32."""
     if isinstance(wanted, Mapping) and isinstance(found, Mapping) and found.keys() == wanted.keys():
-        return [d for key in wanted for d in differences(found[key], wanted[key], f"{at}.{key}")]
+        both = ((f"{at}.{key}", found[key], wanted[key]) for key in wanted)
+        return [d for name, f, w in both for d in differences(f, w, name, coarse)]
     if isinstance(wanted, list | tuple) and isinstance(found, list | tuple):
         both = enumerate(zip(found, wanted, strict=False))
-        inner = [d for i, (f, w) in both for d in differences(f, w, f"{at}.{i}")]
+        inner = [d for i, (f, w) in both for d in differences(f, w, f"{at}.{i}", coarse)]
         return inner if inner or len(found) == len(wanted) else [_unlike(at, found, wanted)]
     if isinstance(wanted, Tensor | float) and isinstance(found, Tensor | float | int):
         mine, plain = torch.as_tensor(found).double(), torch.as_tensor(wanted).double()
         exact = isinstance(wanted, Tensor) and wanted.dtype == torch.float64
-        relative = 1e-7 if exact else 2e-6  # LBFGS makes much of rounding
+        relative = max(1e-7 if exact else 2e-6, coarse)  # LBFGS makes much of rounding
         alike = mine.shape == plain.shape
-        if alike and torch.allclose(mine, plain, relative, 1e-9, equal_nan=True):
+        if alike and torch.allclose(mine, plain, relative, max(1e-9, coarse), equal_nan=True):
             return []
         return [_unlike(at, mine, plain)]
     return [] if type(found) is type(wanted) and found == wanted else [_unlike(at, found, wanted)]
