@@ -111,7 +111,7 @@ class UnusedParameters:
         plain: Callable[..., None] = group.post_backward
 
         def post_backward(*args: Any) -> None:
-            self._drop_zeroed(group)  # of a block that this pass has not reached
+            self._drop_zeroed(group)  # a pass has not reached them
             fills = group.reduce_grads and self.some is not False
             if fills:
                 self._fill(group)

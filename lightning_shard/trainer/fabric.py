@@ -6,7 +6,7 @@ is the user's, so nothing here counts steps.
 
 import copy
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,7 @@ from lightning_shard.checkpoint.weights import load_module_state
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
-from lightning_shard.fsdp.no_sync import no_sync, without_reduction
-from lightning_shard.fsdp.plain_gradients import plain_gradients_of
-from lightning_shard.fsdp.step_writes import GATHERED
-from lightning_shard.fsdp.unused_parameters import unused_parameters_of
+from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.lightning import (
     STRATEGY_REGISTRY,
     BackwardSyncControl,
@@ -43,6 +40,11 @@ from lightning_shard.processes.errors_together import together
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.environment import check_processes
+from lightning_shard.trainer.fabric_modules import (
+    refuse_unreduced,
+    shard_again,
+    without_reductions,
+)
 from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered, through
 from lightning_shard.trainer.host import FabricScriptLauncher, own_batches
 from lightning_shard.trainer.metrics_once import count_metrics_over
@@ -147,17 +149,9 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         if self.exact_random is not None:
             self._until_end.enter_context(use_exact_random(self.exact_random))
         backward = partial(replica_world, self.device_mesh)
-        mesh, grad = self.domain_mesh, self._without_reduction
-        self._until_end.enter_context(whole_gradients_in_loop(mesh, grad, backward))
-
-    @contextmanager
-    def _without_reduction(self) -> Generator[None]:
-        """Let `torch.autograd.grad` reduce no gradients of modules; collectives count replicas."""
-        with ExitStack() as stack:
-            stack.enter_context(replica_world(self.device_mesh))
-            for module in self._modules:
-                stack.enter_context(without_reduction(module))
-            yield
+        grad = partial(without_reductions, self._modules, self.device_mesh)
+        loop = whole_gradients_in_loop(self.domain_mesh, grad, backward)
+        self._until_end.enter_context(loop)
 
     @override
     def teardown(self) -> None:
@@ -227,21 +221,10 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         Raises:
             RuntimeError: A gradient is still that of each rank.
         """
-        self._refuse_unreduced(optimizer)
+        refuse_unreduced(self._modules, optimizer)
         for module in self._modules:
-            _shard_again(module)
+            shard_again(module)
         return super().optimizer_step(optimizer, **kwargs)
-
-    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        for module in self._modules:
-            for each in (plain_gradients_of(module), unused_parameters_of(module)):
-                if each is not None and each.unreduced.wait(held):
-                    raise RuntimeError(
-                        "the optimizer would step with other gradients on each rank, since the "
-                        "last backward pass before it ran under fabric.no_backward_sync; let that "
-                        "pass reduce them: fabric.no_backward_sync(model, enabled=False)."
-                    )
 
     @override
     def clip_gradients_norm(
@@ -253,7 +236,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Scale all gradients down to a norm, that of the whole parameters; return it."""
-        self._refuse_unreduced(optimizer)
+        refuse_unreduced(self._modules, optimizer)
         self.precision.unscale_gradients(optimizer)
         found: Any = self.precision.main_params(optimizer)
         return clip_grad_norm_(found, max_norm, norm_type, error_if_nonfinite)
@@ -263,7 +246,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
         """Limit each element of the gradients."""
-        self._refuse_unreduced(optimizer)
+        refuse_unreduced(self._modules, optimizer)
         self.precision.unscale_gradients(optimizer)
         found: Any = self.precision.main_params(optimizer)
         clip_grad_value_(found, clip_val)
@@ -349,7 +332,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole weights, on the first rank."""
         module = entered(module)
-        _shard_again(module)
+        shard_again(module)
         return self.saver.gather_module(module)
 
     @override
@@ -376,7 +359,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
     ) -> None:
         """Load each rank's part of whole weights."""
         module = entered(module)
-        _shard_again(module)
+        shard_again(module)
         load_module_state(module, state_dict, strict)
 
     @override
@@ -402,13 +385,6 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         rest = super().load_checkpoint(path, held, strict, weights_only)
         state.update({k: v for k, v in held.items() if not isinstance(v, Shards)})
         return rest
-
-
-def _shard_again(module: nn.Module) -> None:
-    """Shard what a forward has left whole; nothing of a module that is whole on each rank."""
-    gathered = module.__dict__.get(GATHERED)
-    if gathered is not None:
-        gathered.shard_again()
 
 
 class _NoSync(BackwardSyncControl):
