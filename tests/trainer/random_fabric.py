@@ -78,6 +78,8 @@ def draw(seed: int, replicas: int) -> Program:
 class Network(nn.Module):
     """A network whose parts are called alone by some programs."""
 
+    mean: Tensor
+
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program

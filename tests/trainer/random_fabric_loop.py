@@ -239,9 +239,8 @@ class Loop:
                     found = self.fabric.clip_gradients(self.net, optimizer, max_norm=size)
                     self.events.append(("norm", found))
                 case ("inf", size):
-                    found = self.fabric.clip_gradients(
-                        self.net, optimizer, max_norm=size, norm_type="inf"
-                    )
+                    norm: Any = {"max_norm": size, "norm_type": "inf"}
+                    found = self.fabric.clip_gradients(self.net, optimizer, **norm)
                     self.events.append(("norm", found))
                 case ("value", size):
                     self.fabric.clip_gradients(self.net, optimizer, clip_val=size)
@@ -307,7 +306,7 @@ class Loop:
                 self.fabric.all_reduce(value)
                 self.events.append(("loss", value))
             case "gathered":
-                found = self.fabric.all_gather({"a": value})
+                found: Any = self.fabric.all_gather({"a": value})
                 self.events.append(("loss", torch.as_tensor(found["a"]).mean()))
             case "sum":
                 found = self.fabric.all_reduce(value, reduce_op="sum")
