@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.trainer.random_module import Events, Mixed, norm_of
+from tests.trainer.random_module import Events
+from tests.trainer.random_network import Mixed, norm_of
 
 Program = dict[str, Any]
 
@@ -34,6 +35,8 @@ CHOICES: dict[str, list[Any]] = {
     "epochs": [2, 1, 3],
     # data
     "samples": [16, 12, 20, 10, 8],
+    "drop_last": [False, False, True],
+    "workers": [0],  # ranks of the pool start no processes
     "batch": ["dict", "tuple", "tensor", "nested", "dataclass"],
     "training_data": [
         "plain", "shuffle", "weighted", "batch_sampler", "random_sampler", "stream",
