@@ -127,6 +127,10 @@ def _possible(training: Training) -> Training:
         changed |= {"limit_training": 3, "validate_every": 2}
     if training["part"] == "complex" and isinstance(training["clip"], tuple):
         changed["clip"] = None  # torch clips no complex gradients by value; ranks do
+    if training["averaging"] == "swa" or training["schedule"] == "cycle":
+        changed["finetuning"] = False  # the group that it adds has no rate of theirs
+    if training["finetuning"] or training["averaging"] in ("ema", "each step"):
+        changed["made_in"] = "init"  # the callback is set up before the network is made
     if training["optimizer"] == "lbfgs":  # takes one group of parameters
         changed["finetuning"] = False
     if training["optimizer"] in ("manual", "two"):
