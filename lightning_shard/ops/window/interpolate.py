@@ -1,8 +1,9 @@
 """Interpolation: each dim is a product with a narrow band of weights, which torch's kernel tells.
 
 Every mode works dim by dim. For a split dim the kernel itself is run once on combs of zeros and
-ones: its answers are the weights with which it reads the rows, rounded as it rounds them. A rank
-then fetches the rows under its output rows. Dims that are whole go through torch's function.
+ones: its answers are the weights with which it reads the rows, rounded as it rounds them. Combs of
+NaN tell which rows it reads, also with a weight of 0, since NaN in such a row counts. A rank then
+fetches the rows under its output rows. Dims that are whole go through torch's function.
 """
 
 import math
@@ -53,7 +54,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Band:
-    """Output row o is the sum over t of `weights[o, t]` times input row `starts[o] + t`."""
+    """Output row o is the sum over t of `weights[o, t]` times input row `starts[o] + t`.
+
+    Rows from `stops[o]` on are not read for it.
+    """
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
@@ -77,7 +81,7 @@ def band(resize: Resize) -> Band:
     """Ask the kernel for its weights.
 
     It interpolates a ramp, which tells where an output row lies, and combs with one row in `period`
-    set, which tell the weights of all rows near there.
+    set, which tell the weights of all rows near there, and which are read.
     """
     extent, output, scale, kernel = resize.extent, resize.output, resize.scale, resize.kernel
     dtype, device = resize.dtype, resize.device
@@ -88,10 +92,10 @@ def band(resize: Resize) -> Band:
         center = kernel(rows.to(dtype).view(1, 1, 1, -1), output, scale).view(-1)
         base = (center.floor().long() - period // 2).clamp(0, extent - period)
         combs = (rows % period == torch.arange(period, device=device)[:, None]).to(dtype)
-        answers = kernel(combs[None, :, None], output, scale).view(period, output)
-        near = base[:, None] + torch.arange(period, device=device)
-        weights = answers.t().gather(1, near % period)
-        used = (weights != 0).int()
+        holes = torch.zeros_like(combs).masked_fill(combs == 1, math.nan)
+        answers, read = (kernel(c[None, :, None], output, scale)[0, :, 0] for c in (combs, holes))
+        near = (base[:, None] + torch.arange(period, device=device)) % period
+        weights, used = answers.t().gather(1, near), read.isnan().int().t().gather(1, near)
         first, last = used.argmax(1), period - 1 - used.flip(1).argmax(1)
         taps = first[:, None] + torch.arange(int((last - first).max()) + 1, device=device)
         weights = weights.gather(1, taps.clamp(max=period - 1)) * (taps < period)
@@ -112,9 +116,10 @@ def _needs(resize: Resize, parts: int) -> Needs:
 def _local_rows(resize: Resize, span: Span, low: int, high: int) -> Tensor:
     """(output rows, taps): the places among fetched rows `span` of the rows to be weighted."""
     of = band(resize)
-    starts = torch.tensor(of.starts[low:high], device=resize.device) - span[0]
-    taps = torch.arange(of.weights.shape[1], device=resize.device)
-    return (starts[:, None] + taps).clamp(max=span[1] - span[0] - 1)
+    ends = (of.starts[low:high], of.stops[low:high])
+    starts, stops = torch.tensor(ends, device=resize.device)[..., None] - span[0]
+    places = starts + torch.arange(of.weights.shape[1], device=resize.device)
+    return torch.where(places < stops, places, starts)
 
 
 def _interpolate_dim(
@@ -205,13 +210,21 @@ def _by_torch(
     kernel: Kernel,
 ) -> Subdomain:
     """Interpolate `dims` of this rank's part."""
-    if all(shape[d] == x.shape[d] and scales[d - 2] in (None, 1) for d in dims):
+    is_same = all(shape[d] == x.shape[d] and scales[d - 2] in (None, 1) for d in dims)
+    if is_same and (kernel.mode != "bicubic" or not dims):  # bicubic reads rows beside each, too
         return x
     layout = x.layout
     for dim in dims:
         layout = layout.with_dim(dim, shape[dim])
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, x.local), layout)
+    if kernel.mode == "bicubic" and len(dims) == 1:
+        # the kernel would read rows of the other dim, too, with weights of 0
+        moved = x.local.movedim(dims[0], -1)
+        rows = moved.flatten(1, 2).unsqueeze(2)
+        made = kernel(rows, shape[dims[0]], scales[dims[0] - 2])
+        made = made.view(*moved.shape[:3], shape[dims[0]])
+        return x.like(made.movedim(-1, dims[0]), layout)
     given: dict[str, Any] = {"size": layout.local_shape[2:]}
     if None not in scales:
         given = {"scale_factor": [s if d in dims else 1.0 for d, s in enumerate(scales, 2)]}

@@ -132,6 +132,19 @@ def test_bytes():
 
 
 @pytest.mark.spmd(3)
+@pytest.mark.parametrize("mode", MODES)
+def test_gaps_are_as_wide_as_in_one_process(mode):
+    """A row that is read with a weight of 0 counts, and one that is not read does not."""
+    for size in SIZES.values():
+        for row in range(7):
+            x = torch.rand(1, 1, 7, 5, dtype=torch.float64)
+            x[..., row, row % 5] = torch.nan
+            found = resize(mode, size=size)(lightning_shard.shard(x, mesh_of(3), 2))
+            expected = resize(mode, size=size)(x)
+            torch.testing.assert_close(lightning_shard.gather(found), expected, equal_nan=True)
+
+
+@pytest.mark.spmd(3)
 @pytest.mark.parametrize(
     "module", [nn.Upsample(scale_factor=2, mode="bilinear"), nn.UpsamplingNearest2d(9)]
 )
