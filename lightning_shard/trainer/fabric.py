@@ -311,7 +311,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
             return tensor
         group = None if group is dist.group.WORLD else group
         reduced = self.peers.reduce(
-            tensor.detach().clone(), self.root_device, group=group, reduce_op=reduce_op,
+            tensor.detach(), self.root_device, group=group, reduce_op=reduce_op,
             copies=self.domain_size,
         )  # fmt: skip
         with torch.no_grad():  # autograd tells if it needs the value that was there

@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.comm import all_reduce
+from lightning_shard.domain.half import wide
+
+_OPERATIONS = ("mean", "avg", "sum", "max", "min", "product", "band", "bor", "bxor")
 
 
 def reduce(
@@ -18,19 +21,25 @@ def reduce(
 
     Lightning's own function has a barrier before each reduction, which no collective needs, and
     asks the device for means: xccl has none of integers, so a mean is a sum that is divided.
+
+    Raises:
+        ValueError: There is no such reduction, or the tensors of the ranks differ in shape.
     """
     if not isinstance(tensor, Tensor) or not dist.is_initialized():
         return tensor
     if tensor.ndim:  # a number has no other shape elsewhere
         _refuse_other_shapes("reduce", tensor.to(device), group or dist.group.WORLD)
-    mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
-    op = "sum" if mean or reduce_op is None else reduce_op
-    reduced = tensor.to(device)
+    op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+    if isinstance(op, str) and op not in _OPERATIONS:
+        raise ValueError(f"{reduce_op!r} is no reduction; name one of {', '.join(_OPERATIONS)}.")
+    mean = op in ("mean", "avg", dist.ReduceOp.AVG)
+    op = "sum" if mean or op is None else op
+    reduced = wide(tensor.to(device, copy=True))
     dist.all_reduce(
         reduced, getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op, group
     )
-    reduced = reduced.to(tensor.device)
-    return divide(reduced, dist.get_world_size(group)) if mean else reduced
+    reduced = divide(reduced, dist.get_world_size(group)) if mean else reduced
+    return reduced.to(tensor.device, tensor.dtype)
 
 
 def gather_each(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -18,6 +18,16 @@ def running():
 
 
 @pytest.mark.spmd(2)
+def test_reduce_leaves_its_tensor_and_does_not_overflow():
+    given = torch.tensor([40_000.0], dtype=torch.float16)
+    found = running().reduce(given, CPU, group=None, reduce_op="mean", copies=1)
+    assert found.dtype == torch.float16
+    assert found == given == 40_000
+    with pytest.raises(ValueError, match="'average' is no reduction; name one of mean"):
+        running().reduce(given, CPU, group=None, reduce_op="average", copies=1)
+
+
+@pytest.mark.spmd(2)
 def test_broadcast_and_barrier():
     peers, rank = running(), dist.get_rank()
     peers.barrier(CPU)
