@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import gathered
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import BecameSplit, is_shared
 from lightning_shard.ops.registry import implements, implements_lazily, name_of
@@ -66,7 +67,18 @@ def _forward(
             raise RuntimeError(f"{name_of(func)} expects a real input; got {x.dtype}")
         frequencies[-1] = range(extents[-1] // 2 + 1)
     factor = scale(norm, extents, forward=True)
+    x = _without_rows_beyond(x, dims, extents)
     return Spectrum(x, tuple(dims), extents, tuple(frequencies), factor, _complex(x.dtype))
+
+
+def _without_rows_beyond(x: Subdomain, dims: Sequence[int], extents: Sequence[int]) -> Subdomain:
+    """Set to zero the rows that a transform of `extents` leaves out: they may hold NaN."""
+    for dim, extent in zip(dims, extents, strict=True):
+        if extent < x.shape[dim]:
+            rows = global_rows(x.layout.dims[dim], x.layout.grid, x.local.device)
+            is_kept = (rows < extent).view(-1, *[1] * (x.ndim - dim - 1))
+            x = x.like(torch.where(is_kept, x.local, 0))
+    return x
 
 
 def _backward(

@@ -6,6 +6,7 @@ from neuralop.losses import H1Loss, LpLoss
 from neuralop.models import FNO
 from torch import nn
 
+import lightning_shard
 from lightning_shard import spectral_method
 from tests.double_fno import double_spectral_conv, to_double
 from tests.pairs import choose
@@ -141,6 +142,19 @@ def test_transform_split_twice_and_with_empty_parts(name, extents):
         with spectral_method(method):
             assert_parity(TRANSFORMS[name], [(1, 2, *extents)], {0: [2]}, mesh_of(4))
             assert_parity(TRANSFORMS[name], [(1, 2, *extents)], {0: [3, 2]}, mesh_of(2, 2))
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_rows_that_are_left_out_may_be_nan(dim):
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    x[:, 4:] = x[:, :, 5:] = torch.nan
+    split = lightning_shard.shard(x, mesh_of(2), dim).requires_grad_()
+    found = torch.fft.rfft2(split, (4, 5))
+    expected = torch.fft.rfft2(x[:, :4, :5])
+    torch.testing.assert_close(lightning_shard.gather(found), expected)
+    (gradient,) = torch.autograd.grad(found.abs().square().sum(), split)
+    assert lightning_shard.gather(gradient).isfinite().all()
 
 
 @pytest.mark.spmd(3)
