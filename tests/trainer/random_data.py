@@ -103,7 +103,9 @@ class Data:
         size, data = self.size, Fields(lambda index: sample(first + index), count)
         options: dict[str, Any] = {"collate_fn": partial(formed, self.drawn["batch"])}
         if self.drawn["workers"]:
-            options |= {"num_workers": 1, "persistent_workers": bool(count % 4)}
+            # those that persist draw a number when they first begin, also in a resumed run
+            persist = bool(count % 4) and not self.drawn["resume"]
+            options |= {"num_workers": 1, "persistent_workers": persist}
         if kind != "batch_sampler":
             options["drop_last"] = self.drawn["drop_last"]
         match kind:
