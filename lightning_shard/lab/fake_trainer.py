@@ -246,8 +246,7 @@ def train(
     """
     count = warm_up + steps
     batches = [task.batches[0]] * (count + 1)  # so that no step is the last of its loader
-    trainer = {**task.trainer, "max_steps": count}
-    run_here(replace(task, batches=batches, trainer=trainer), _Cut(cut, count), *callbacks)
+    run_here(replace(task, batches=batches), _Cut(cut, count), *callbacks)
 
 
 class _Cut(Callback):
@@ -271,6 +270,7 @@ class _Cut(Callback):
     ) -> None:
         if batch_idx == self._steps - 1:
             self._cut()
+            trainer.should_stop = True
 
     # one batch of another stage is a step
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _now

@@ -6,7 +6,7 @@ step is a run of one batch.
 - `run_here(task, *callbacks)` runs it on the rank that this process or thread already is. Callbacks
   record what happens. A rank that runs alone, also on fake tensors, calls it inside
   `simulate.alone(...)` with copies of the module and the data of its own:
-  `run_here(Task(module, data, [batch] * n, mesh, trainer={"max_steps": n - 1}), Cut(...))`.
+  `run_here(Task(module, data, [batch] * n, mesh), Cut(...))`.
 - `on_each_rank(function, task)` starts the ranks of the mesh, as processes or simulated, gives each
   of them copies and its share of every batch, and returns what `function(task)` returned on each.
 
@@ -20,6 +20,7 @@ import inspect
 import logging
 import math
 import os
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -40,6 +41,7 @@ from lightning_shard.lab.simulate import simulate
 from lightning_shard.lightning import (
     Callback,
     Checkpoint,
+    DummyLogger,
     EarlyStopping,
     LightningDataModule,
     LightningModule,
@@ -138,15 +140,21 @@ def run_here(task: Task, *callbacks: Callback) -> Trainer:
     """
     seed_everything(0, verbose=False)
     options = {} if task.stage in ("fit", "predict") else {"verbose": False}
-    with warnings.catch_warnings(), quiet():
+    with warnings.catch_warnings(), quiet(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
-        trainer = trainer_of(task, *callbacks)
+        trainer = trainer_of(task, folder, *callbacks)
         getattr(trainer, task.stage)(task.module, **_loaders(task), **options)
     return trainer
 
 
-def trainer_of(task: Task, *callbacks: Callback) -> Trainer:
-    """Build the quiet Trainer of a task for the processes of this group."""
+def trainer_of(task: Task, folder: str, *callbacks: Callback) -> Trainer:
+    """Build the quiet Trainer of a task for the processes of this group.
+
+    Args:
+        task: The task.
+        folder: The folder of the logs, for steps that write files.
+        callbacks: Recorders of what happens.
+    """
     strategy: Any = "auto"
     if task.mesh:
         given = dict(task.strategy)
@@ -159,19 +167,38 @@ def trainer_of(task: Task, *callbacks: Callback) -> Trainer:
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": dist.get_world_size(),
-        "max_steps": len(task.batches),
+        "max_epochs": 1,  # a manual step may update the weights often, so batches are counted
+        "max_steps": len(task.batches) if task.module.automatic_optimization else -1,
         "callbacks": [],
         **task.trainer,
     }
     options["callbacks"] = [_WithoutValidation(), *callbacks, *options["callbacks"]]
+    options = QUIET | options | {"logger": _Forgetful(folder)}
     return Trainer(
         **options,
         strategy=strategy,
         limit_val_batches=0 if task.stage == "fit" else 1,
         limit_test_batches=1,
         limit_predict_batches=1,
-        **QUIET,
     )
+
+
+class _Forgetful(DummyLogger):
+    """Takes what steps and callbacks log, of which some do not run without a logger."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._folder
+
+    @property
+    @override
+    def log_dir(self) -> str:
+        return self._folder
 
 
 class _WithoutValidation(Callback):

@@ -1,11 +1,12 @@
 """The rehearsal of a user's module on this machine."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
@@ -379,3 +380,57 @@ def test_functions_that_this_process_has_gathered_before_are_named():
     found.append(lightning_shard.check(Net(torch.linalg.matrix_exp), data((1, 8, 8))))
     del gathering.gathered_functions[torch.linalg.matrix_exp]
     assert [each.gathered for each in found] == [["torch.linalg.matrix_exp"]] * 3
+
+
+class Manual(LightningModule):
+    """Updates two networks in one step, as a GAN does, and returns no loss."""
+
+    def __init__(self, wrong=""):
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1)
+        self.wrong = wrong
+
+    def training_step(self, batch, batch_idx):
+        for name, optimizer in zip(("first", "second"), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            loss = (getattr(self, name)(batch["x"]) - batch["y"]).square().mean()
+            self.manual_backward(loss * (1 + self.global_rank) if name == self.wrong else loss)
+            optimizer.step()
+        self.log("rows", float(len(batch["x"])))
+
+    def configure_optimizers(self):
+        adam = torch.optim.Adam
+        return [adam(self.first.parameters(), 0.01), adam(self.second.parameters(), 0.01)]
+
+
+def test_batches_of_manual_steps_are_counted_not_updates():
+    found = lightning_shard.certify(Manual(), data(), [(1, 2)], steps=3, simulated=True)
+    assert found.is_equal, str(found)
+    assert [len(each.losses) for each in found.comparisons] == [3, 3]
+    predicted = lightning_shard.plan(Manual(), data(), mesh=(1, 2))
+    assert {"optimizer", "gradients"} <= predicted.memory_by_cause.keys()
+
+
+class Logs(Net):
+    """Logs into a folder and to a logger, as some modules do."""
+
+    def __init__(self, value=lambda x: x.mean()):
+        super().__init__()
+        self.value = value
+
+    def training_step(self, batch, batch_idx):
+        self.logger.experiment.add_image("x", batch["x"][0])
+        Path(self.logger.log_dir, "note.txt").write_text("a step")
+        self.log("value", self.value(batch["x"]))
+        return super().training_step(batch, batch_idx)
+
+    def configure_callbacks(self):
+        return [LearningRateMonitor()]
+
+
+def test_a_module_that_needs_a_logger_has_one(monkeypatch, tmp_path):
+    """Loggers of a run are not those of its rehearsal, which leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    assert lightning_shard.check(Logs(), data(), simulated=True).is_supported
+    assert not [*tmp_path.iterdir()]
