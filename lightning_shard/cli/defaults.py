@@ -6,10 +6,12 @@ come from a stranger, so it gives numbers, and texts only where nothing but a te
 """
 
 import inspect
+import os
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from pydoc import locate
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -118,6 +120,17 @@ def _members(hint: Any) -> Iterator[Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in words: a class by its path, and a tuple as a list."""
-    path = value.get("class_path") if isinstance(value, Mapping | Namespace) else None
-    return repr([*value] if isinstance(value, tuple) else value if path is None else path)
+    """Return a value in words, as YAML has it; a class is its path."""
+    return repr(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return value.get("class_path") or {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Enum):
+        return value.name
+    return str(value) if isinstance(value, os.PathLike) else value

@@ -10,6 +10,7 @@ import posix
 import runpy
 import shutil
 import subprocess
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zarr
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
@@ -26,6 +28,7 @@ from lightning_modules.t5.tokenizer import load_tokenizer
 from lightning_shard import FieldFile, load_weights
 from lightning_shard.checkpoint.dcp_reader import read_dcp
 from lightning_shard.cli import main as cli
+from lightning_shard.cli.defaults import fill_in
 from lightning_shard.cli.lightning_cli import ShardCLI
 from lightning_shard.processes.process_info import rank_variables
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
@@ -415,3 +418,22 @@ def test_load_from_checkpoint_without_its_instantiator():
     torch.save(version | {"state_dict": state, "hyper_parameters": stored}, "evil.ckpt")
     loaded = Net.load_from_checkpoint("evil.ckpt", weights_only=True, _instantiator=None)
     assert loaded.options["anything"] == SYSTEM
+
+
+class Shape(Enum):
+    ROUND = "round"
+
+
+class Described(BoringModel):
+    def __init__(self, shape: Shape, where: Path, sizes: dict):
+        super().__init__()
+
+
+def test_equal_values_of_other_types_are_not_noted():
+    """A file holds names of enums, texts of paths, and dicts in place of dataclasses."""
+    options = Namespace(shape=Shape.ROUND, where=Path("a"), sizes=Namespace(one=(Shape.ROUND, 1)))
+    spec = Namespace(class_path=f"{HERE}.Described", init_args=options)
+    stored = {"shape": "ROUND", "where": "a", "sizes": {"one": ["ROUND", 1]}}
+    assert not [*fill_in(spec, {"model", "model.shape"}, "model", stored)]
+    noted = [*fill_in(spec, {"model", "model.shape"}, "model", stored | {"shape": "FLAT"})]
+    assert noted == ["model.shape is 'ROUND', but was 'FLAT' where ckpt_path was saved"]
