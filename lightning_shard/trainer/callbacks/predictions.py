@@ -52,6 +52,8 @@ _STREAM = (
     "predictions can be ordered only if the dataloader knows the indices of their samples; this "
     "one reads a stream, or whole batches of a dataset (batch_size=None)"
 )
+_WITH_INDICES = "give it a batch size and a dataset with indices"
+_WAYS = "leave it out, make it one, or write into a folder"
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -130,7 +132,7 @@ class PredictionWriter(BasePredictionWriter):
         if prediction is None:
             return
         if not batch_indices:
-            self._leave_out("a stream", _STREAM)
+            self._leave_out("a stream", _STREAM, _WITH_INDICES)
             return
         loaders = tree_leaves(trainer.predict_dataloaders)
         several = len(loaders) > 1
@@ -154,14 +156,13 @@ class PredictionWriter(BasePredictionWriter):
                 if self._is_first_of_domain:
                     self._keep(full, whole, batch_indices)
 
-    def _leave_out(self, what: str, why: str) -> None:
+    def _leave_out(self, what: str, why: str, ways: str = _WAYS) -> None:
         """Refuse it, or say once that it is left out, where nobody has asked for a file.
 
         Raises:
             ValueError: Somebody has.
         """
         if self.path is not None:
-            ways = "leave it out, make it one, or write into a folder"
             raise ValueError(f"{why}; {ways}.")
         if what not in self._left_out:
             self._left_out.add(what)
@@ -313,8 +314,7 @@ def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
     seen = getattr(loader.batch_sampler, "seen_batch_indices", None)
     if seen is None:
         raise ValueError(
-            f"{_STREAM}; give it a batch size and a dataset with indices, or return the number of "
-            "each sample from predict_step."
+            f"{_STREAM}; {_WITH_INDICES}, or return the number of each sample from predict_step."
         )
     for indices, batch in zip(seen, batches, strict=False):
         whole = map_leaves(lambda x: gather(x).cpu() if isinstance(x, Tensor) else x, batch)
