@@ -1,6 +1,5 @@
 """Runs a module on one device in tiles, one after the other: exact, for fields of any size."""
 
-import functools
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.memory.paging.device_pager import pager_of
 from lightning_shard.memory.recompute import is_compiled
 from lightning_shard.memory.sizes import bytes_of
-from lightning_shard.memory.split_inputs import split_inputs
+from lightning_shard.memory.split_inputs import split_inputs, wraps
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
 from lightning_shard.tiles.whole import gathered_tiles
@@ -130,7 +129,7 @@ def in_tiles(
 def _on_device(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Return a method that is given tensors on the device."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_leaves(lambda leaf: to_device(leaf, device), (args, kwargs))
         return method(*args, **kwargs)
@@ -143,7 +142,7 @@ def _calling(
 ) -> Callable[..., Any]:
     """Return a method that refuses gradients, and reads fields of files on the device."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -170,7 +169,7 @@ def _read_on(leaf: Any, device: torch.device) -> Any:
 def _whole(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Return a method whose results are whole, where the tensors of the call lay."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
         place = device if any(x.device.type != "cpu" for x in given) else torch.device("cpu")
@@ -200,7 +199,7 @@ class _Output:
     def writing(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method whose results go into the file."""
 
-        @functools.wraps(method)
+        @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._done == self._count:
                 raise RuntimeError(

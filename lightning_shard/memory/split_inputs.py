@@ -107,6 +107,23 @@ def _check_names(
         )
 
 
+def wraps(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a decorator as `functools.wraps` does, whose result names the first method of a chain.
+
+    Lightning asks one level down which arguments a step takes.
+
+    Args:
+        method: The method that the decorated function calls.
+    """
+
+    def decorate(call: Callable[..., Any]) -> Callable[..., Any]:
+        wrapper = functools.wraps(method)(call)
+        wrapper.__wrapped__ = inspect.unwrap(method)
+        return wrapper
+
+    return decorate
+
+
 def _splitting(
     method: Callable[..., Any],
     split: Callable[..., inspect.BoundArguments],
@@ -116,7 +133,7 @@ def _splitting(
 ) -> Callable[..., Any]:
     """The method for whole tensors; where another such method calls it, it is the method itself."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         if running:
             return method(*args, **kwargs)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from benchmarks.networks import UNet, ViT
@@ -249,3 +250,25 @@ def test_peak_of_the_device() -> None:
                     assert_same(module(x), wanted)
         peaks.append((torch.xpu.max_memory_allocated() - base) / MIB)
     assert peaks[1] < 0.125 * peaks[0]
+
+
+class Short(LightningModule):
+    """Has a step without a batch number, which Lightning leaves out then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(1, 1, 3, padding=1)
+
+    def predict_step(self, batch: Tensor) -> Tensor:
+        return self.layer(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+def test_a_step_of_a_trainer_keeps_its_arguments() -> None:
+    module, fields = Short(), torch.randn(2, 1, 9)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    with in_tiles(module, 2, methods=("predict_step",)):
+        (found,) = trainer.predict(module, torch.utils.data.DataLoader(fields, batch_size=2))
+    assert_same(found, module.layer(fields).detach())
