@@ -27,17 +27,28 @@ from lightning_shard.lab.batches import (
     has_own_loaders,
     stages_of,
 )
-from lightning_shard.lab.record import Inspection, Output, Record, Value, record
-from lightning_shard.lab.result import Certificate, Check, Comparison, Culprit, StepCheck
+from lightning_shard.lab.culprit import find_culprit
+from lightning_shard.lab.differences import (
+    Value,
+    difference,
+    differences,
+    norm_of_all,
+    relative,
+    tolerance_of,
+)
+from lightning_shard.lab.record import Inspection, Record, record
+from lightning_shard.lab.result import (
+    LOSS,
+    Certificate,
+    Check,
+    Comparison,
+    StepCheck,
+)
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
 from lightning_shard.lightning import LightningDataModule, LightningModule
-from lightning_shard.processes.torch_private.typed import linalg
 
 MESHES = ((1, 1), (1, 2), (2, 2), (1, 4))
 DOUBLE = "64-true"
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # for a loss, a gradient or an output
-NARROW = 5e-2  # the tolerance for narrower dtypes
-NEGLIGIBLE = 1e-3  # a parameter's share of the gradient below which it is compared with that share
 GROWTH = 100.0  # how much more than one rounding of each first weight is still rounding
 
 
@@ -177,6 +188,8 @@ def _check_step(data: Data, task: Task, mesh: Mesh, stage: Stage) -> StepCheck:
         alone, ranks = _record_alone(task, data), replace(task, mesh=mesh)
         first = record(ranks, Inspection())
         step = _compared(alone, first, stage)
+        if not step.refused and not step.is_exact:
+            step.unsteady = _compared(alone, _record_alone(task, data), stage).beyond
 
         def again(allowed: list[str]) -> tuple[StepCheck, list[str]]:
             other = record(ranks, Inspection(), allowed=allowed)
@@ -185,15 +198,24 @@ def _check_step(data: Data, task: Task, mesh: Mesh, stage: Stage) -> StepCheck:
         step.functions = _with_functions_allowed(first.functions, again)
         return step
 
+    def place(task: Task, step: StepCheck) -> StepCheck:
+        if stage == "fit" and step.beyond & {LOSS, *step.differences}:
+            found = find_culprit(task, replace(task, mesh=mesh), 0, step.tolerance)
+            step.culprit = None if found.optimizer else found
+        return step
+
     found = compare(task)
-    if found.refused or found.is_exact or "precision" in task.trainer:
+    if found.refused or found.is_exact:
         return found
+    if "precision" in task.trainer:
+        return place(task, found)
+    wide = replace(task, trainer={**task.trainer, "precision": DOUBLE})
     try:  # sums that nearly cancel differ by more than any tolerance for float32
-        double = compare(replace(task, trainer={**task.trainer, "precision": DOUBLE}))
+        double = compare(wide)
     except ProcessRaisedException:  # not every module computes in float64
-        return found
+        return place(task, found)
     double.rounding = found.worst
-    return double
+    return double if double.is_exact else place(wide, double)
 
 
 def _record_alone(task: Task, data: Data) -> Record:
@@ -211,18 +233,20 @@ def _compared(alone: Record, ranks: Record, stage: Stage) -> StepCheck:
     found = StepCheck(STEPS[stage][0], ranks.split, ranks.refused, ranks.gathered)
     if found.refused:
         return found
+    (values,) = alone.values
+    logged, tolerance = differences(_joined(ranks.values, values), values), tolerance_of(values)
     if stage == "fit":
         found.loss = alone.losses[0]
-        found.loss_difference = _difference(ranks.losses[0], found.loss, 0.0)
+        found.loss_difference = difference(ranks.losses[0], found.loss, 0.0)
         expected = alone.gradients | alone.buffers
         found.differences = differences(
-            ranks.gradients | ranks.buffers, expected, _norm_of_all(expected.values())
+            ranks.gradients | ranks.buffers, expected, norm_of_all(expected.values())
         )
         found.tolerance = tolerance_of(expected)
+        found.apart = ranks.apart
+        found.logged, found.tolerance_of_logged = logged, tolerance
     else:
-        (expected,) = alone.values
-        found.differences = differences(_joined(ranks.values, expected), expected)
-        found.tolerance = tolerance_of(expected)
+        found.differences, found.tolerance = logged, tolerance
     return found
 
 
@@ -324,14 +348,13 @@ def _certify_in(found: Certificate, task: Task, meshes: Sequence[Mesh], precisio
 def _differences_by_step(run: Record, alone: Record) -> tuple[list[float], list[float]]:
     """Return the relative differences of losses, and of all weights together, in each step."""
     losses = [
-        _relative(abs(one - other), abs(other))
-        for one, other in zip(run.losses, alone.losses, strict=True)
+        difference(one, other, 0.0) for one, other in zip(run.losses, alone.losses, strict=True)
     ]
     weights: list[float] = []
     for one, other in zip(run.weights, alone.weights, strict=True):
         names = [n for n, v in other.items() if v.is_floating_point() or v.is_complex()]
-        gap = _norm_of_all([one[name] - other[name] for name in names])
-        weights.append(_relative(gap, _norm_of_all([other[name] for name in names])))
+        gap = norm_of_all([one[name] - other[name] for name in names])
+        weights.append(relative(gap, norm_of_all([other[name] for name in names])))
     return losses, weights
 
 
@@ -351,141 +374,3 @@ def _facts(batches: Sequence[Any], *, simulated: bool) -> dict[str, str]:
 
 def _last_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1]
-
-
-# The first module and function whose output differs
-
-
-def find_culprit(alone: Task, ranks: Task, step: int, tolerance: float) -> Culprit:
-    """Run both up to `step` again, and compare what modules give there, then what functions give.
-
-    Args:
-        alone: The run of one process.
-        ranks: The run on a mesh.
-        step: The first step that differs.
-        tolerance: The relative difference that rounding explains in it.
-    """
-
-    def both(module: str | None) -> tuple[Record, Record]:
-        inspection = Inspection(step, outputs=True, module=module)
-        tasks = (replace(t, batches=t.batches[: step + 1]) for t in (alone, ranks))
-        expected, found = (record(task, inspection) for task in tasks)
-        return expected, found
-
-    replicas = ranks.mesh[0]
-    expected, found = both(None)
-    at, difference = _first_that_differs(expected.outputs, found.outputs, tolerance, replicas)
-    output = Output("") if at is None else expected.outputs[at]
-    of_step = both(output.name)
-    functions = of_step[0].outputs
-    inner, gap = _first_that_differs(functions, of_step[1].outputs, tolerance, replicas)
-    if inner is not None:
-        return Culprit(step, output.name, output.kind, functions[inner].name, gap)
-    if at is None:
-        return _culprit_behind_outputs(expected, found, step, tolerance)
-    return Culprit(step, output.name, output.kind, difference=difference)
-
-
-def _culprit_behind_outputs(
-    expected: Record, found: Record, step: int, tolerance: float
-) -> Culprit:
-    """Find the first difference in gradients, buffers or weights, where all outputs agree."""
-    kinds = {output.name: output.kind for output in expected.outputs}
-    if (name := _module_of_gradients(expected, found, tolerance)) is not None:
-        return Culprit(step, name, kinds.get(name, ""), backward=True)
-    gaps = differences(found.buffers, expected.buffers)
-    if wrong := [name for name, gap in gaps.items() if not gap <= tolerance]:
-        name, _, buffer = wrong[0].rpartition(".")
-        return Culprit(step, name, kinds.get(name, ""), difference=gaps[wrong[0]], buffer=buffer)
-    return Culprit(step, optimizer=True)
-
-
-def _first_that_differs(
-    expected: Sequence[Output], found: Sequence[Output], tolerance: float, replicas: int
-) -> tuple[int | None, float]:
-    """Return the number of the first call whose output differs, and by how much."""
-    for number, (one, other) in enumerate(zip(expected, found, strict=False)):
-        if one.name != other.name:  # from here on they cannot be compared
-            break
-        pairs = zip(one.values, other.values, strict=True)
-        worst = max((_gap_of_output(*pair, replicas) for pair in pairs), default=0.0)
-        if not worst <= tolerance:
-            return number, worst
-    return None, 0.0
-
-
-def _gap_of_output(expected: Tensor, found: Tensor, replicas: int) -> float:
-    """Return the relative difference on the samples of replica 0.
-
-    It is 0 for a value without a dim of samples, such as a mean, which cannot be cut.
-    """
-    if replicas > 1:
-        if not expected.ndim or len(expected) != replicas * len(found):
-            return 0.0
-        expected = expected[: len(found)]
-    return _difference(found, expected, 0.0)
-
-
-def _module_of_gradients(expected: Record, found: Record, tolerance: float) -> str | None:
-    """Return the module with differing gradients to which backward comes first."""
-    gaps = differences(
-        found.gradients, expected.gradients, _norm_of_all(expected.gradients.values())
-    )
-    owners = {name.rpartition(".")[0] for name, gap in gaps.items() if not gap <= tolerance}
-    ended = [output.name for output in expected.outputs if output.name in owners]
-    return ended[-1] if ended else next(iter(owners), None)
-
-
-# Relative differences, and how much of them rounding explains
-
-
-def differences(
-    found: Mapping[str, Value], expected: Mapping[str, Value], total: float = 0.0
-) -> dict[str, float]:
-    """Return the relative difference of each value from the expected one, the largest first.
-
-    Args:
-        found: Values by name; one that is missing differs without bound.
-        expected: The values of one process.
-        total: The norm of all of them, if a small part of it is negligible.
-    """
-    every = {
-        name: _difference(found[name], value, NEGLIGIBLE * total) if name in found else torch.inf
-        for name, value in expected.items()
-    }
-    every |= {name: torch.inf for name in found if name not in expected}
-    return dict(sorted(every.items(), key=lambda item: -item[1]))
-
-
-def tolerance_of(values: Mapping[str, Value]) -> float:
-    """Return the relative difference that sums in another order make in values of these dtypes."""
-    tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    numbers = [x for x in tensors if x.is_floating_point() or x.is_complex()]
-    dtypes = {x.dtype.to_real() for x in numbers}
-    return max(TOLERANCE.get(dtype, NARROW) for dtype in dtypes | {torch.float64})
-
-
-def _difference(found: Value, expected: Value, floor: float) -> float:
-    if isinstance(found, str) or isinstance(expected, str):
-        return 0.0 if found == expected else torch.inf
-    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
-    if found.shape != expected.shape:
-        return torch.inf
-    alike = (found.isnan() & expected.isnan()) | (found == expected)  # also infinities
-    gap = torch.where(alike, 0, found - expected) if found.dtype != torch.bool else ~alike
-    scale = torch.where(expected.isnan(), 0, expected) if expected.dtype != torch.bool else expected
-    return norm(gap) / max(norm(scale), floor, 1e-30)
-
-
-def _relative(gap: float, size: float) -> float:
-    return gap / max(size, 1e-30) if gap == gap else torch.inf  # NaN is no number
-
-
-def norm(x: Tensor) -> float:
-    """Return the 2-norm, summed in float64."""
-    wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
-    return float(linalg.vector_norm(wide))
-
-
-def _norm_of_all(values: Any) -> float:
-    return norm(torch.tensor([norm(value) for value in values]))

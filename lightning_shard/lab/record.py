@@ -7,7 +7,7 @@ compared with one in one process. Gathering is a collective, which all ranks cal
 import contextlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_shard.checkpoint.state import full_module_state
+from lightning_shard.checkpoint.state import full_module_state, parameter_names
 from lightning_shard.data.tree import leaves_of, named_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.lab.differences import Value
 from lightning_shard.lab.run import Task, on_each_rank, run_here
 from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.ops.registry import name_of
@@ -31,13 +33,11 @@ from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.tensor.placement import gather
 from lightning_shard.trainer.split_summary import SplitSummary, split_summary
 
-Value = Tensor | float | str
-
 # modules between a function and its caller, and modules whose calls are not the user's
 _CARRIERS = ("torch.overrides", "torch.nn.functional", "torch.functional", "torch._tensor",
              "torch._jit_internal", "torch._ops")  # fmt: skip
-_INFRASTRUCTURE = ("torch.distributed.", "torch.utils.", "torch.autograd.", "lightning.",
-                   "lightning_shard.")  # fmt: skip
+_INFRASTRUCTURE = ("torch.distributed.", "torch.utils.", "torch.autograd.", "torch.optim.",
+                   "torch.nn.utils.", "lightning.", "lightning_shard.")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,14 @@ class Record:
     Attributes:
         losses: The loss of each training step, the mean over the data replicas.
         weights: Parameters and buffers after each step, by name; not of a run that is looked into.
-        gradients: Gradients of the step that is looked into, by the name of the parameter.
-        buffers: Buffers before the optimizer's step there, by name.
+        gradients: Gradients of the step that is looked into, by the name of the parameter. Each is
+            that of the first update of its optimizer, of which a manual step may have several.
+        buffers: Buffers before the first of these updates, by name.
+        sizes: Sum and norm of these gradients and buffers on this rank, by name.
+        apart: The relative difference of these between ranks of a domain, by name.
         outputs: The outputs of modules or functions in that step, in the order of their ends.
-        values: The values of each data replica that an evaluation step returned, whole over the
-            domain, and those that it logged, by name.
+        values: The values of each data replica that a step logged, by name, and those that one of
+            evaluation returned, whole over the domain.
         gathered: Functions without a rule for split tensors, which ran on gathered ones.
         functions: Custom autograd Functions among them.
         refused: The sentence with which the run stopped at an operation that cannot be split.
@@ -92,6 +95,8 @@ class Record:
     weights: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    sizes: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    apart: dict[str, float] = field(default_factory=dict[str, float])
     outputs: list[Output] = field(default_factory=list[Output])
     values: list[dict[str, Value]] = field(default_factory=list[dict[str, Value]])
     gathered: list[str] = field(default_factory=list[str])
@@ -126,7 +131,16 @@ def record(
     losses = zip(*(r.losses for r in replicas), strict=True)
     first.losses = [math.fsum(each) / len(replicas) for each in losses]
     first.values = [values for r in replicas for values in r.values]
+    domain = records[: math.prod(task.mesh[1:])]
+    first.apart = {name: _apart([each.sizes[name] for each in domain]) for name in first.sizes}
     return first
+
+
+def _apart(sizes: Sequence[tuple[float, float]]) -> float:
+    """Return the relative difference of sum or norm between the first rank and another one."""
+    scale = max(1e-30, *(norm for _, norm in sizes))
+    pairs = [pair for each in sizes for pair in zip(each, sizes[0], strict=True)]
+    return max(abs(one - first) / scale for one, first in pairs)
 
 
 def record_here(
@@ -150,9 +164,8 @@ def record_here(
         except UnsupportedOperationError as error:
             found.refused = str(error)
         else:
-            if task.stage != "fit":
-                logged = trainer.callback_metrics.items()
-                found.values = [values | {k: v.detach().cpu() for k, v in logged}]
+            logged = {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()}
+            found.values = [values | logged]
     found.gathered = list(map(name_of, gathering.gathered_functions))
     found.functions = [name for name in autograd_function.functions_met if name not in allowed]
     return found
@@ -173,7 +186,7 @@ class _Recorder(Callback):
         self._found, self._values, self._look, self._nudged = found, values, inspection, nudged
         self._parameters = {name for name, _ in task.module.named_parameters()}
         self._outputs: _Outputs | None = None
-        self._looked = False
+        self._looked = set[Optimizer]()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -196,6 +209,19 @@ class _Recorder(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
+        self._note_outputs(False)  # backward may call modules again
+        if pl_module.automatic_optimization:
+            self._end_of_outputs()
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note_outputs(True)  # a manual step goes on
+
+    def _note_outputs(self, is_open: bool) -> None:
+        if self._outputs is not None:
+            self._outputs.is_open = is_open
+
+    def _end_of_outputs(self) -> None:
         if self._outputs is not None:
             self._outputs.close()
             self._outputs = None
@@ -205,26 +231,38 @@ class _Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
         """Read gradients and buffers as a state, whose names are those of the plain module."""
-        inspection = self._look
-        if inspection is None or self._looked or len(self._found.losses) < inspection.step:
+        inspection, seen = self._look, self._looked
+        if inspection is None or optimizer in seen or len(self._found.losses) < inspection.step:
             return
-        self._looked = True
+        self._note_outputs(False)
+        own, weights = self._parameters, [(p, p.detach().clone()) for p in pl_module.parameters()]
+        if seen:  # each other optimizer gives its own parameters only
+            own = {*parameter_names(optimizer, pl_module)}
         with torch.no_grad():
-            for p in pl_module.parameters():
+            for p, _ in weights:
                 p.zero_() if p.grad is None else p.copy_(p.grad)
-        for name, value in _state(pl_module).items():
-            into = self._found.gradients if name in self._parameters else self._found.buffers
-            into[name] = value
+            for name, value in _state(pl_module).items():
+                if name in own or not seen:
+                    of_all = value.double() if not value.is_complex() else torch.view_as_real(value)
+                    self._found.sizes[name] = float(of_all.sum()), float(of_all.norm())
+                    into = self._found.gradients if name in own else self._found.buffers
+                    into |= {} if dist.get_rank() else {name: value}
+            for p, weight in weights:
+                p.copy_(weight)
+        self._note_outputs(True)
+        seen.add(optimizer)
         trainer.should_stop = True
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._end_of_outputs()
         loss: Any = outputs.get("loss") if is_mapping(outputs) else outputs
         self._found.losses.append(math.nan if loss is None else float(loss))
         if self._look is None:
-            self._found.weights.append(_state(pl_module))
+            state = _state(pl_module)
+            self._found.weights.append({} if dist.get_rank() else state)
         elif dist.get_rank():
             self._found.outputs.clear()
 
@@ -253,9 +291,9 @@ class _Recorder(Callback):
 
 
 def _state(module: LightningModule) -> dict[str, Tensor]:
-    """Return copies of whole parameters and buffers, on the first rank."""
+    """Return copies of whole parameters and buffers."""
     state = full_module_state(module)
-    return {k: v.clone() for k, v in state.items() if isinstance(v, Tensor) and not dist.get_rank()}
+    return {k: v.clone() for k, v in state.items() if isinstance(v, Tensor)}
 
 
 @torch.no_grad()
@@ -280,7 +318,7 @@ class _Outputs:
                 outputs of all modules. "" is the step itself.
             found: The list.
         """
-        self._found, self._mode = found, _Functions(found)
+        self._found, self._mode, self.is_open = found, _Functions(self._note), True
         self._hooks: list[Any] = []
         self._entered = self._done = False
         for name, part in root.named_modules() if module is None else ():
@@ -304,9 +342,13 @@ class _Outputs:
     def _noting(self, name: str) -> Any:
         def note(part: nn.Module, _: Any, output: Any) -> None:
             kind = next(c for c in type(part).__mro__ if "fsdp" not in c.__module__).__name__
-            self._found.append(Output(name, kind, _whole_tensors(output)))
+            self._note(name, kind, output)
 
         return note
+
+    def _note(self, name: str, kind: str, value: Any) -> None:
+        if self.is_open:
+            self._found.append(Output(name, kind, _whole_tensors(value)))
 
     def _enter(self) -> None:
         if not self._done:
@@ -322,15 +364,15 @@ class _Outputs:
 class _Functions(TorchFunctionMode):
     """Notes what each function gives that is called by the user's code, and not by others."""
 
-    def __init__(self, found: list[Output]) -> None:
+    def __init__(self, note: Callable[[str, str, Any], None]) -> None:
         super().__init__()
-        self._found = found
+        self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # shards call functions that one process does not (tests/lab/test_check.py)
-        if _is_of_user(sys._getframe(1)) and (values := _whole_tensors(result)):
-            self._found.append(Output(name_of(func), "", values))
+        if _is_of_user(sys._getframe(1)) and _numbers(result):
+            self._note(name_of(func), "", result)
         return result
 
 
@@ -347,7 +389,10 @@ def _module_of(frame: FrameType) -> str:
 
 def _whole_tensors(value: Any) -> list[Tensor]:
     """Return the floating-point tensors in a value; all ranks must come here."""
-    tensors = [x for x in leaves_of(value) if isinstance(x, Tensor)]
-    numbers = [x for x in tensors if x.is_floating_point() or x.is_complex()]
-    whole = [gather(x.detach()).clone() for x in numbers]
+    whole = [gather(x.detach()).clone() for x in _numbers(value)]
     return whole if dist.get_rank() == 0 else [x[:0] if x.ndim else x for x in whole]
+
+
+def _numbers(value: Any) -> list[Tensor]:
+    tensors = [x for x in leaves_of(value) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.is_floating_point() or x.is_complex()]

@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.lab.culprit import Culprit
 from lightning_shard.lab.run import Mesh
 from lightning_shard.trainer.split_summary import SplitSummary
 
 NAME = "certificate"
+LOSS = "the loss"
 # these differ on several data replicas in DDP, too; by a word of the culprit
 OF_REPLICAS = {
     "dropout": "Data replicas draw random numbers of their own, as in DDP",
@@ -36,6 +38,13 @@ class StepCheck:
         tolerance: The largest difference that rounding explains.
         rounding: The largest difference in the module's own precision, where that left a doubt and
             the comparison was repeated in float64; else 0.
+        logged: The relative difference of each value that a training step logged, the largest
+            first.
+        tolerance_of_logged: The largest of these that rounding explains.
+        apart: The relative difference of gradients and buffers of a training step between ranks
+            that share each sample.
+        unsteady: The values that differ between two runs in one process, too, if any differ.
+        culprit: The first place of a training step whose output differs, if the step does.
     """
 
     step: str
@@ -48,21 +57,54 @@ class StepCheck:
     loss_difference: float = 0.0
     tolerance: float = 0.0
     rounding: float = 0.0
+    logged: dict[str, float] = field(default_factory=dict[str, float])
+    tolerance_of_logged: float = 0.0
+    apart: dict[str, float] = field(default_factory=dict[str, float])
+    unsteady: frozenset[str] = frozenset()
+    culprit: Culprit | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """True for a training step."""
+        return self.step == "training_step"
 
     @property
     def worst(self) -> float:
-        """The largest relative difference."""
-        return max([self.loss_difference, *self.differences.values()])
+        """The largest relative difference of loss, gradients, buffers, and of what is returned."""
+        return max([self.loss_difference, *self._compared(self.differences).values()])
+
+    @property
+    def not_compared(self) -> list[str]:
+        """Values that are only logged, and that one process does not give twice."""
+        of_training = [f"logged {name}" for name in self.logged]
+        of_others = [name for name in self.differences if not name.startswith("output")]
+        only_logged = of_training if self.is_training else of_others
+        named = [name for name in only_logged if name in self.unsteady]
+        return named if self.is_training or len(named) < len(self.differences) else []
+
+    @property
+    def beyond(self) -> frozenset[str]:
+        """The names of values whose difference rounding does not explain."""
+        values = {LOSS: self.loss_difference, **self.differences}
+        values |= {f"{name} of another rank": gap for name, gap in self.apart.items()}
+        found = {name for name, gap in values.items() if not gap <= self.tolerance}
+        logged = self.logged.items()
+        found |= {f"logged {name}" for name, gap in logged if not gap <= self.tolerance_of_logged}
+        return frozenset(found.difference(self.not_compared))
 
     @property
     def is_exact(self) -> bool:
         """True if the step ran, and gave the numbers of one process."""
-        return not self.refused and self.worst <= self.tolerance
+        return not self.refused and not self.beyond
+
+    def _compared(self, values: Mapping[str, float]) -> dict[str, float]:
+        left_out = self.not_compared
+        return {name: gap for name, gap in values.items() if name not in left_out}
 
     @property
     def name(self) -> str:
         """The name of the step in a sentence."""
-        return "training step" if self.step == "training_step" else self.step
+        return "training step" if self.is_training else self.step
 
     def lines(self, ranks: str) -> list[str]:
         """Return the result as lines of text.
@@ -74,29 +116,54 @@ class StepCheck:
             return [f"On {ranks} the {self.name} stopped: {self.refused}"]
         verdict = "equals" if self.is_exact else "DIFFERS FROM"
         lines = [f"One {self.name} on {ranks} {verdict} that of one process:"]
-        what, kind = "values    ", "outputs and logged values"
-        if self.step == "training_step":
-            what, kind = "gradients ", "parameters and buffers"
+        kind = "parameters and buffers" if self.is_training else "outputs and logged values"
+        if self.is_training and not math.isnan(self.loss):  # a manual step need not return one
             difference = f"relative difference {self.loss_difference:.1e}"
             lines += [f"  loss       {self.loss:.6g}, {difference}"]
-        for name, difference in list(self.differences.items())[:1]:
-            lines += [
-                f"  {what} of {len(self.differences)} {kind}, relative difference at most "
-                f"{difference:.1e} ({name})"
-            ]
+        named = "gradients" if self.is_training else "values"
+        lines += _of_values(named, kind, self._compared(self.differences))
         if not self.differences:
             lines += ["  it returns and logs nothing to compare"]
+        if not max(self.logged.values(), default=0.0) <= self.tolerance_of_logged:
+            lines += _of_values("logged", "values", self.logged)
+        if not max(self.apart.values(), default=0.0) <= self.tolerance:
+            name = max(self.apart, key=lambda name: self.apart[name])
+            lines += [
+                f"  The ranks differ from each other by up to {self.apart[name]:.1e} ({name}), and "
+                "would go on with different numbers."
+            ]
+        if left_out := self.not_compared:
+            lines += [f"  Two runs in one process differ, too, in {', '.join(left_out)}."]
         if self.rounding:
             lines += [
                 f"  These numbers are from float64, since {self.rounding:.1e} in the module's own "
                 "precision left a doubt."
             ]
         if not self.is_exact:
-            lines += [
-                f"  More than {self.tolerance:.0e} is not rounding. Random numbers other than "
-                "torch's dropout, or code that looks at one rank's part, can be the cause."
-            ]
+            lines += [f"  More than {self.tolerance:.0e} is not rounding. {self._reason}"]
+        if self.culprit is not None:
+            lines += [f"  Where: {self.culprit.place}."]
         return lines
+
+    @property
+    def _reason(self) -> str:
+        if self.unsteady.difference(self.not_compared):
+            return (
+                "Two runs in one process differ, too: the step depends on the time, on a file, or "
+                "on random numbers that no seed of the run decides."
+            )
+        return (
+            "Random numbers other than torch's dropout, or code that looks at one rank's part, "
+            "can be the cause."
+        )
+
+
+def _of_values(named: str, kind: str, values: Mapping[str, float]) -> list[str]:
+    """Name the largest difference, which comes first."""
+    return [
+        f"  {named:10} of {len(values)} {kind}, relative difference at most {gap:.1e} ({name})"
+        for name, gap in list(values.items())[:1]
+    ]
 
 
 @dataclass
@@ -173,46 +240,6 @@ class Check:
                 "`with lightning_shard.allow_gather():`, or register rules (docs/refused.md)."
             ]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """The place where a run on a mesh leaves that of one process.
-
-    Attributes:
-        step: The first step with a difference that rounding does not explain.
-        module: The module whose output differs first; "" where that is the step itself.
-        kind: The class of that module.
-        function: The function of torch that it calls, and whose output differs first; "" where
-            all of them agree.
-        difference: The relative difference of that output.
-        backward: True if all outputs of modules agree, and gradients differ.
-        buffer: The buffer of the module that differs, where outputs and gradients agree.
-        optimizer: True if all of these agree, and weights differ after the optimizer's step.
-    """
-
-    step: int
-    module: str = ""
-    kind: str = ""
-    function: str = ""
-    difference: float = 0.0
-    backward: bool = False
-    buffer: str = ""
-    optimizer: bool = False
-
-    def __str__(self) -> str:
-        where = f"module {self.module} ({self.kind})" if self.module else "the step itself"
-        what = f"step {self.step}: "
-        if self.backward:
-            return f"{what}all outputs agree, and gradients differ from {where} on"
-        if self.buffer or self.optimizer:
-            found = f"the buffer {self.buffer} of {where} differs"
-            if self.optimizer:
-                found = "weights differ after the optimizer's step"
-            return f"{what}all outputs and gradients agree, and {found}"
-        if self.function:
-            what += f"{self.function} in "
-        return f"{what}{where} is the first whose output differs, by {self.difference:.1e}"
 
 
 @dataclass

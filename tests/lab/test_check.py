@@ -1,5 +1,6 @@
 """The rehearsal of a user's module on this machine."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -404,6 +405,18 @@ class Manual(LightningModule):
         return [adam(self.first.parameters(), 0.01), adam(self.second.parameters(), 0.01)]
 
 
+def test_all_updates_of_a_manual_step_are_compared():
+    """Those of the second optimizer, too."""
+    found = lightning_shard.check(Manual(), data(), simulated=True)
+    assert found.is_supported
+    assert "loss " not in str(found)  # there is none
+    wrong = lightning_shard.check(Manual("second"), data(), simulated=True)
+    assert not wrong.is_exact
+    assert "Where: all outputs agree, and gradients differ from module second (Conv2d)" in str(
+        wrong
+    )
+
+
 def test_batches_of_manual_steps_are_counted_not_updates():
     found = lightning_shard.certify(Manual(), data(), [(1, 2)], steps=3, simulated=True)
     assert found.is_equal, str(found)
@@ -434,3 +447,36 @@ def test_a_module_that_needs_a_logger_has_one(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert lightning_shard.check(Logs(), data(), simulated=True).is_supported
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_a_training_step_logs_is_compared():
+    found = lightning_shard.check(
+        Logs(lambda x: getattr(x, "to_local", lambda: x)().sum()), data(), simulated=True
+    )
+    assert not found.is_exact
+    assert re.search(r"logged +of \d values, relative difference at most .* \(value\)", str(found))
+
+
+def test_what_one_process_does_not_log_twice_is_not_compared():
+    ticks = itertools.count(1)  # in place of a clock
+    found = lightning_shard.check(Logs(lambda _: float(next(ticks))), data(), simulated=True)
+    assert found.is_supported
+    assert "Two runs in one process differ, too, in logged value." in str(found)
+
+
+def test_ranks_that_differ_from_each_other_are_found():
+    class Scaled(Net):
+        def on_after_backward(self):
+            self.first.weight.grad *= 1 + self.global_rank
+
+    found = lightning_shard.check(Scaled(), data(), simulated=True)
+    assert not found.is_exact
+    assert "The ranks differ from each other by up to" in str(found)
+
+
+def test_a_step_that_follows_the_clock_is_told():
+    """One process does not repeat it either."""
+    ticks = itertools.count(1)
+    found = lightning_shard.check(Net(lambda x: x * next(ticks)), data(), simulated=True)
+    assert not found.is_exact
+    assert "Two runs in one process differ, too: the step depends on the time" in str(found)
