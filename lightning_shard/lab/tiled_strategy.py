@@ -77,7 +77,7 @@ class TiledStrategy(HybridShardStrategy):
                 travels. By default half of what is free there; on a CPU, and for "0", as
                 many as the largest operation of a tile needs.
             options: Further arguments of `HybridShardStrategy`. `exact_random` is True unless it is
-                given: random numbers are those of one process.
+                False: random numbers are those of one process.
 
         Raises:
             ValueError: `tiles` is no number from 1 on, or an argument does not go with tiles.
@@ -88,7 +88,8 @@ class TiledStrategy(HybridShardStrategy):
                 "tiles are the parts of a field, so they do not go with domain_parallel_size; "
                 "leave it out, or use HybridShardStrategy, which splits a field over devices."
             )
-        options = {"exact_random": True} | options
+        if options.get("exact_random") is None:  # as a config says where nobody chose
+            options["exact_random"] = True
         super().__init__(domain_parallel_size=1, **options)
         own = {"tiles": tiles, "tile_memory": tile_memory, "tile_budget": tile_budget}
         self._arguments = own | options

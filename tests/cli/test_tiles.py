@@ -18,7 +18,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lightning_shard
 from lightning_shard.cli import main as cli
+from lightning_shard.cli.tiles import builder
 from lightning_shard.lab import least_tiles
 from tests.cli.test_errors import HybridShardStrategy as HybridShardStrategy
 from tests.parity import assert_same
@@ -166,6 +168,14 @@ def assert_alike(found: Path, wanted: Path) -> None:
 
 
 QUIET = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about folders and loaders
+
+
+def test_random_numbers_are_those_of_one_process_unless_somebody_says_no() -> None:
+    """The parser gives each option that nobody gave its default, which is None."""
+    config = {"tiles": 2, "tile_memory": None, "tile_budget": None}
+    build = builder("fit", config, lambda kind, **options: kind(**options))
+    for given, meant in ((None, True), (True, True), (False, False)):
+        assert build(lightning_shard.HybridShardStrategy, exact_random=given).exact_random is meant
 
 
 @pytest.mark.slow
