@@ -12,6 +12,7 @@ from lightning_shard.processes.torch_private.internals import (
     any_is_true,
     copy_of_tensor,
     make_wrapper,
+    seeing_conjugates,
     without_rules,
 )
 from lightning_shard.tensor.local_mesh import LocalField, LocalMesh
@@ -169,7 +170,7 @@ class TileTensor(LocalField):
                 f"{func} reached a field in tiles without passing a rule; register one "
                 "(lightning_shard.register_rule) or gather first (lightning_shard.gather)."
             )
-        with torch.no_grad():
+        with torch.no_grad(), seeing_conjugates():
             return known(*args, **(kwargs or {}))
 
     @property

@@ -271,3 +271,39 @@ def test_is_a_tensor_of_one_process() -> None:
     assert "3 tiles" in repr(y)
     y.data = cut(x * 2)
     assert torch.equal(lightning_shard.gather(y), x * 2)
+
+
+class Mirrored(torch.autograd.Function):
+    """A Function whose gradient is a view that conjugates."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].conj()
+
+
+CONJUGATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square of the size": lambda x: x.conj() * x,
+    "conjugate beside": lambda x: torch.stack([x, x.conj()]),
+    "product of matrices": lambda x: x @ x.mH,
+    "negative": lambda x: torch.stack([x.conj().imag, x.imag]),
+    "function": lambda x: torch.stack([Mirrored.apply(x), x]),
+}
+
+
+@pytest.mark.parametrize("name", CONJUGATES)
+def test_gradients_that_are_conjugates_are_added_up(name: str) -> None:
+    """Autograd adds up gradients inside of an operator, where torch shows no conjugates."""
+    x = torch.complex(field(1, 2, 7, 3), field(1, 2, 7, 3) + 1)
+    function = CONJUGATES[name]
+
+    def gradient(leaf: Tensor, given: Tensor) -> Tensor:
+        result = lightning_shard.gather(function(given))
+        weights = torch.arange(1.0, result.numel() + 1, dtype=torch.float64).view(result.shape)
+        return torch.autograd.grad((result.abs() * weights).sum(), leaf)[0]
+
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    assert_same(gradient(leaves[0], cut(leaves[0])), gradient(leaves[1], leaves[1]))

@@ -8,7 +8,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,17 +169,29 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-@contextmanager
-def counting_writes() -> Generator[None]:
+def counting_writes() -> AbstractContextManager[None]:
     """Let writes be counted while open, also inside of an operator, where torch counts none."""
-    key = torch.DispatchKey.ADInplaceOrView  # pyright: ignore
+    return _with_keys(["ADInplaceOrView"])
+
+
+def seeing_conjugates() -> AbstractContextManager[None]:
+    """Let functions see that views are conjugates or negatives, also inside of an operator."""
+    return _with_keys(["Conjugate", "Negative"])
+
+
+@contextmanager
+def _with_keys(names: Sequence[str]) -> Generator[None]:
     change = internal("torch._C._dispatch_tls_set_dispatch_key_excluded")
-    before = internal("torch._C._dispatch_tls_is_dispatch_key_excluded")(key)
-    change(key, False)
+    is_excluded = internal("torch._C._dispatch_tls_is_dispatch_key_excluded")
+    keys = [getattr(torch.DispatchKey, name) for name in names]  # pyright: ignore
+    before = [is_excluded(key) for key in keys]
+    for key in keys:
+        change(key, False)
     try:
         yield
     finally:
-        change(key, before)
+        for key, was_excluded in zip(keys, before, strict=True):
+            change(key, was_excluded)
 
 
 def python_of(scripted: Any) -> Any:
