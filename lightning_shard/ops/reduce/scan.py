@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch_all
+from lightning_shard.domain.half import HALF, wide
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one, uncast
 from lightning_shard.ops.registry import implements
@@ -40,19 +41,19 @@ def _scan(
     func: Callable[..., Tensor], x: Subdomain, d: int, dtype: torch.dtype | None
 ) -> Subdomain:
     total, join = _SCANS[func]
-    options: dict[str, Any] = {"dtype": dtype} if dtype else {}
     if not x.layout.axes(d):
-        return x.like(func(x.local, d, **options))
-    x = one_factor(x, d)
-    local = func(x.local, d, **options)
-    totals = one_of_each(
-        x, d, total(x.local if dtype is None else x.local.to(dtype), d).to(local.dtype)
-    )
+        return x.like(func(x.local, d, **({"dtype": dtype} if dtype else {})))
+    x = one_factor(x if dtype is None else x.like(x.local.to(dtype)), d)
+    rows = wide(x.local)
+    local = func(rows, d, **({"dtype": rows.dtype} if dtype else {}))
+    totals = one_of_each(x, d, total(rows, d).to(local.dtype))
     # for the first rows it is empty, and its total joins nothing; yet its graph is the others'
     before = totals.narrow(d, 0, x.layout.grid.index(x.layout.axes(d)))
     if not before.shape[d] and total is _LOG_SUM[0]:
-        return x.like(local + before.sum(d, keepdim=True))
-    return x.like(join(local, total(before, d).to(local.dtype)))
+        found = local + before.sum(d, keepdim=True)
+    else:
+        found = join(local, total(before, d).to(local.dtype))
+    return x.like(found.to(x.dtype) if x.dtype in HALF else found)
 
 
 def one_of_each(x: Subdomain, dim: int, row: Tensor) -> Tensor:

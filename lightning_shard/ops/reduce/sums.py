@@ -170,13 +170,16 @@ def prod(
     dtype: Any = None,
 ) -> Subdomain | Tensor:
     """The product of all ranks' products, so that a zero on one of them has its gradient."""
+    kind = func(x.local.new_zeros(()), dtype=dtype).dtype  # as autocast has it
+    dtype = wide_dtype(kind)
     if dim is None:
-        return torch.prod(all_gather_small(x, x.layout.axes(), x.local.prod(dtype=dtype)), 0)
+        parts = all_gather_small(x, x.layout.axes(), x.local.prod(dtype=dtype))
+        return rounded(torch.prod(parts, 0, dtype=dtype), kind)
     d = x.layout.dim(dim)
     local = x.local.prod(d, keepdim, dtype=dtype)
     if x.layout.axes(d):
-        local = torch.prod(all_gather_small(x, x.layout.axes(d), local), 0)
-    return result(x, local, (d,), keepdim)
+        local = torch.prod(all_gather_small(x, x.layout.axes(d), local), 0, dtype=dtype)
+    return rounded(result(x, local, (d,), keepdim), kind)
 
 
 @implements(torch.any, Tensor.any)

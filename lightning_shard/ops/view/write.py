@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_shard.domain.align import sum_over, take_local, whole
 from lightning_shard.domain.fetch import scatter_sum
 from lightning_shard.domain.fetch_by_index import Complaint, named_rows, refuse_out_of_range
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.layout import Factor, partition
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.transfer import transferred
@@ -75,14 +76,21 @@ def written(x: Subdomain, rows: Rows, writing: Writing) -> Tensor:
         return _of_owners(x, rows, writing, tuple(sorted({*axes, *beyond})))
     if not beyond:
         return _delivered(x, rows, writing)
-    zeros = x.like(x.local.new_zeros(x.local.shape))
+    zeros, rows = _to_sum(x.like(x.local.new_zeros(x.local.shape)), rows)
     if axes:
         partial = _delivered(zeros, rows, writing)
     else:
         refuse_out_of_range(x.domain, rows.wrong, writing.complaint)
         partial = writing.run(zeros.local, rows.numbers, rows.values)
     split = x.like(x.local, x.layout.with_dim(0, x.shape[0], beyond))
-    return x.local + sum_over(split, partial, [0])
+    return (x.local + sum_over(split, partial, [0])).to(x.dtype)
+
+
+def _to_sum(zeros: Subdomain, rows: Rows) -> tuple[Subdomain, Rows]:
+    """Return both in float32 if they are in one half precision, for partial sums of a rank."""
+    if rows.values is None or rows.values.dtype != zeros.dtype:
+        return zeros, rows
+    return zeros.like(wide(zeros.local)), replace(rows, values=wide(rows.values))
 
 
 def _of_owners(x: Subdomain, rows: Rows, writing: Writing, axes: tuple[int, ...]) -> Tensor:
@@ -107,10 +115,11 @@ def _delivered(x: Subdomain, rows: Rows, writing: Writing) -> Tensor:
         return writing.run(x.local, named.row[mine], own.values)
     size = math.prod(x.shape[1:]) * x.dtype.itemsize
     if writing.adds and len(x.layout.dims[0]) == 1 and named.sends_less_whole(size):
-        zeros = x.local.new_zeros(x.shape[0], *x.local.shape[1:])
-        partial = writing.run(zeros, rows.numbers, rows.values)
         layout = x.layout.with_dim(0, x.shape[0], ())
-        return x.local + scatter_sum(x.like(partial, layout), 0, axes).local
+        zeros = x.like(x.local.new_zeros(x.shape[0], *x.local.shape[1:]), layout)
+        zeros, rows = _to_sum(zeros, rows)
+        partial = zeros.like(writing.run(zeros.local, rows.numbers, rows.values))
+        return (x.local + scatter_sum(partial, 0, axes).local).to(x.dtype)
     requests = named.requests()
     numbers, values = requests.rows, rows.values
     if values is not None:

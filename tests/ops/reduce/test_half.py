@@ -46,6 +46,15 @@ FUNCTIONS = {
     "pooled": lambda x: F.adaptive_avg_pool2d(x, (1, 3)),
     "product of matrices": lambda x: (x[0, 0].T / 100) @ x[0, 0],
     "largest": lambda x: x.amax((2, 3)),
+    "sums of opposites": lambda x: torch.cat([x, -x], 2).cumsum(2)[:, :, -5:],
+    "products up to each": lambda x: (1 + x / 1000).cumprod(2),
+    "product": lambda x: torch.cat([x.abs()[:, :, :9] + 1, 1 / (x.abs()[:, :, :9] + 1)], 2).prod(2),
+    "rows added": lambda x: torch.zeros_like(x[0, 0, :3]).index_add(
+        0, torch.arange(600) % 3, torch.cat([x[0, 0], -x[0, 0]])
+    ),
+    "elements added": lambda x: torch.zeros(3, 256, dtype=x.dtype).scatter_reduce(
+        0, (torch.arange(600) % 3)[:, None].expand(600, 256), torch.cat([x[0, 0], -x[0, 0]]), "sum"
+    ),
 }
 
 
