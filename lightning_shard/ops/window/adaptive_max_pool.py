@@ -132,9 +132,9 @@ def _global_indices(
 def _first_of_all(
     x: Subdomain, axes: tuple[int, ...], values: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The largest of the ranks' values; among equals the one of the smallest index."""
+    """The largest of the ranks' values; the first of equals, and the last that is NaN."""
     values, indices = all_gather_small(x, axes, values), all_gather_small(x, axes, indices)
     best = values.detach().amax(0)
-    chosen = (values == best) | values.isnan()
-    rank = indices.where(chosen, torch.iinfo(indices.dtype).max).argmin(0, keepdim=True)
+    order = indices.where(values == best, torch.iinfo(indices.dtype).max)
+    rank = torch.where(values.isnan(), -indices - 1, order).argmin(0, keepdim=True)
     return values.gather(0, rank)[0], indices.gather(0, rank)[0]

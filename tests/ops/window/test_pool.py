@@ -203,3 +203,18 @@ def test_a_mean_of_many_halves_does_not_overflow():
     x = torch.full((1, 1, 300, 300), 3.0, dtype=torch.float16)
     found = F.adaptive_avg_pool2d(lightning_shard.shard(x, mesh_of(3), 2), 1)
     torch.testing.assert_close(lightning_shard.gather(found), F.adaptive_avg_pool2d(x, 1))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dim", [2, 3])
+def test_of_nan_the_last_is_the_largest(dim):
+    """As in torch, whose gradient goes to that one."""
+    x = torch.randn(2, 3, 13, 9)
+    x[0, 0, 2, 1] = x[0, 0, 2, 8] = x[0, 0, 12, 4] = x[1, 1] = torch.nan
+    for size in (1, 2, 5):
+        split = lightning_shard.shard(x, mesh_of(3), dim)
+        found = F.adaptive_max_pool2d(split, size, return_indices=True)
+        for mine, wanted in zip(
+            found, F.adaptive_max_pool2d(x, size, return_indices=True), strict=True
+        ):
+            torch.testing.assert_close(lightning_shard.gather(mine), wanted, equal_nan=True)
