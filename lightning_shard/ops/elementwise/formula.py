@@ -19,6 +19,8 @@ def trapezoid(
     func: Callable[..., Any], y: Any, x: Any = None, *, dx: float = 1, dim: int = -1
 ) -> Tensor:
     """Sum the areas of trapezoids under `y`; the sums of the ranks are added up."""
+    if x is None:  # as torch, which adds up integers of few bits in int64
+        return (y.sum(dim) - (y.select(dim, 0) + y.select(dim, -1)) * 0.5) * dx
     return _areas(y, x, dx, dim % y.ndim).sum(dim)
 
 

@@ -193,3 +193,12 @@ def test_a_residual_of_fewer_tokens_than_ranks(shape):
         return tokens + line, line * tokens.roll(1, 2), torch.cat([line, tokens], 1)
 
     assert_parity(function, [(2, 3, *shape)], {0: [2, 3]}, mesh_of(2, 2))
+
+
+@pytest.mark.spmd(3)
+def test_areas_of_integers_of_few_bits():
+    x = torch.arange(28, dtype=torch.int8).view(7, 4) * 4
+    split = lightning_shard.shard(x, mesh_of(3), 0)
+    for dim in (0, 1):
+        found = lightning_shard.gather(torch.trapezoid(split, dim=dim))
+        torch.testing.assert_close(found, torch.trapezoid(x, dim=dim))

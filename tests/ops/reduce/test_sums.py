@@ -239,3 +239,21 @@ def test_an_extreme_that_is_nan(name, place):
         value.backward()
         found.append(lightning_shard.gather(x.grad))
     torch.testing.assert_close(found[1], found[0], equal_nan=True)
+
+
+@pytest.mark.spmd(3)
+def test_a_product_has_the_dtype_that_was_asked_for():
+    x = torch.arange(1, 22, dtype=torch.int8).view(7, 3)
+    split = lightning_shard.shard(x, mesh_of(3), 0)
+    for dtype in (None, torch.int8, torch.int32, torch.float16):
+        for dims in ((), (0,), (1,)):
+            found = lightning_shard.gather(torch.prod(split, *dims, dtype=dtype))
+            torch.testing.assert_close(found, torch.prod(x, *dims, dtype=dtype))
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("pick", [torch.max, torch.min])
+def test_nothing_has_no_extreme(pick):
+    split = lightning_shard.shard(torch.randn(5), mesh_of(2), 0)
+    with pytest.raises(RuntimeError, match="Expected reduction dim"):
+        pick(split[split > 100])
