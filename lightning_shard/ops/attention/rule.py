@@ -208,11 +208,13 @@ def _across_features(
 ) -> Operand:
     """Attend over split features: the ranks add up their parts of the scores."""
     q, k, v, mask = operands.query, operands.key, operands.value, operands.mask
+    if operands.grouped:
+        raise UnsupportedOperationError(f"enable_gqa where {operands.split_features()}")
     scores = _product("...qe,...ke->...qk", q, k)
     is_split = isinstance(scores, Subdomain)
     by_rows = is_causal or mask is not None  # a part cannot tell its rows
     split_rows = is_split and (by_rows or scores.layout.axes(scores.ndim - 1))
-    if operands.grouped or isinstance(mask, Subdomain) or split_rows:
+    if isinstance(mask, Subdomain) or split_rows:
         raise UnsupportedOperationError(operands.split_features())
     local = scores.local if is_split else scores
     local = local * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -248,8 +250,10 @@ def _softmax(scores: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
     if mask is not None:
         is_kept = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if is_kept else scores + mask
-    top = scores.detach().amax(-1, keepdim=True)
-    powers = (scores - torch.where(top.isinf(), 0, top)).exp()
+    if scores.shape[-1]:
+        top = scores.detach().amax(-1, keepdim=True)
+        scores = scores - torch.where(top.isinf(), 0, top)
+    powers = scores.exp()
     total = powers.sum(-1, keepdim=True)
     return powers / torch.where(total == 0, 1, total)
 

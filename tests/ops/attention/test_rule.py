@@ -294,13 +294,15 @@ def test_split_features(name, width):
     assert_parity(SDPA, shapes, {i: [0, -1] for i in FEATURES[name]}, mesh_of(2, 2))
     with sdpa_kernel(SDPBackend.MATH):
         assert_double_backward(SDPA, shapes, FEATURES[name], mesh_of(4))
+    no_keys = [(2, 4, 7, width), (2, 4, 0, width), (2, 4, 0, width)]
+    assert_parity(SDPA, no_keys, FEATURES[name], mesh_of(4))
 
 
 @pytest.mark.spmd(3)
 def test_refusals():
     split = lightning_shard.shard(torch.randn(Q), mesh_of(3), 3)
     with pytest.raises(lightning_shard.UnsupportedOperationError, match="features of query"):
-        SDPA(split, split, split, enable_gqa=True)
+        SDPA(torch.cat([split, split], 1), split, split, enable_gqa=True)
     with pytest.raises(lightning_shard.UnsupportedOperationError, match="features of query"):
         SDPA(split, lightning_shard.shard(torch.randn(Q), mesh_of(3), 2), split)
     heads = lightning_shard.shard(torch.randn(Q), mesh_of(3), 1)
