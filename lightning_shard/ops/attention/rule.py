@@ -54,6 +54,7 @@ from lightning_shard.domain.align import (
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.attention.layout import (
@@ -65,7 +66,7 @@ from lightning_shard.ops.attention.layout import (
     with_last,
 )
 from lightning_shard.ops.attention.ring import Ring, ring_attention
-from lightning_shard.ops.autocast import cast_for
+from lightning_shard.ops.autocast import cast_for, without_autocast
 from lightning_shard.ops.dense.linear import einsum
 from lightning_shard.ops.elementwise.dropout import dropout
 from lightning_shard.ops.elementwise.random import alike, is_exact, own_random_state
@@ -99,7 +100,8 @@ def attention(
     operands = Operands(query, key, value, attn_mask, enable_gqa, is_causal)
     decision = _decision(operands, with_dropout=dropout_p > 0)
     if decision is None:
-        return _across_features(operands, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
+        with without_autocast(operands.owner):
+            return _across_features(operands, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     layout, chosen, inner = decision
     if chosen == "ring":
         local = _by_ring(operands, layout, is_causal=is_causal, scale=scale)
@@ -206,8 +208,9 @@ def _with_all_keys(
 def _across_features(
     operands: Operands, *, is_causal: bool, scale: float | None, dropout_p: float
 ) -> Operand:
-    """Attend over split features: the ranks add up their parts of the scores."""
-    q, k, v, mask = operands.query, operands.key, operands.value, operands.mask
+    """Attend over split features, in float32 at least: ranks add up their parts of the scores."""
+    q, k, v = (_wide(x) for x in (operands.query, operands.key, operands.value))
+    mask = operands.mask
     if operands.grouped:
         raise UnsupportedOperationError(f"enable_gqa where {operands.split_features()}")
     scores = _product("...qe,...ke->...qk", q, k)
@@ -222,11 +225,16 @@ def _across_features(
     if not is_split:
         with alike(operands.owner, None, weights.device) if dropout_p else nullcontext():
             weights = F.dropout(weights, dropout_p)
-        return _product("...qk,...kv->...qv", weights, v)
-    split = scores.like(weights)
-    return _product(
-        "...qk,...kv->...qv", dropout(F.dropout, split, dropout_p) if dropout_p else split, v
-    )
+    else:
+        weights = scores.like(weights)
+        weights = dropout(F.dropout, weights, dropout_p) if dropout_p else weights
+    found = _product("...qk,...kv->...qv", weights, v)
+    dtype = operands.query.dtype
+    return found.alike(found.local.to(dtype)) if isinstance(found, Subdomain) else found.to(dtype)
+
+
+def _wide(x: Operand) -> Operand:
+    return x.alike(wide(x.local)) if isinstance(x, Subdomain) else wide(x)
 
 
 def _product(equation: str, a: Operand, b: Operand) -> Operand:
