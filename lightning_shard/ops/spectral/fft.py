@@ -14,6 +14,7 @@ from lightning_shard.domain.align import gathered
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.become import BecameSplit, is_shared
 from lightning_shard.ops.registry import implements, implements_lazily, name_of
 from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write
@@ -124,8 +125,15 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    x = kwargs.pop("input", None)
-    return kind(func, *(args[:1] or (x,)), rank, one_sided, *args[1:], **kwargs)
+    x = args[0] if args else kwargs.pop("input")
+    if isinstance(x, Subdomain):
+        (x,) = cast_for(_sizes, x)
+    return kind(func, x, rank, one_sided, *args[1:], **kwargs)
+
+
+def _sizes(x: Tensor) -> Tensor:
+    """Return real numbers of the type in which autocast transforms `x`."""
+    return fft.fft(x).abs()
 
 
 def _register() -> None:
