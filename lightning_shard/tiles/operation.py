@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_shard.domain.align import own_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.half import HALF
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.strides import of_copy
 from lightning_shard.domain.subdomain import Subdomain
@@ -31,7 +32,7 @@ from lightning_shard.processes.torch_private.internals import in_transform, with
 from lightning_shard.tensor.met import SplitInTransform
 from lightning_shard.tensor.part import Part
 from lightning_shard.tiles.crew import TurnsNeededError
-from lightning_shard.tiles.places import SEED, Begin, Output, Place, Record, Root
+from lightning_shard.tiles.places import SEED, Begin, BeginHalf, Output, Place, Record, Root
 from lightning_shard.tiles.small_graphs import Total, at_once, in_turn
 from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
 
@@ -163,12 +164,14 @@ class Call:
         self._add(made, locals_)
         return made
 
-    def total(self, total: Total) -> Tensor | None:
+    def total(self, total: Total, dtype: torch.dtype) -> Tensor | None:
         """Return the sum of what tiles have given; None where none has given anything."""
-        if total.sum is not None:
-            self.tiles.keep(total.sum)
-            self._add(total.sum, total.parts, is_partial=True)
-        return total.sum
+        if total.sum is None:
+            return None
+        made = total.sum.to(dtype)
+        self.tiles.keep(made)
+        self._add(made, total.parts, is_partial=True)
+        return made
 
     def whole(self, made: Tensor, parts: Sequence[Subdomain]) -> Tensor:
         """Return a plain tensor into which tiles have written their rows."""
@@ -222,6 +225,8 @@ class Call:
 
     def _start(self, tensor: Tensor, root: Root) -> list[Any]:
         """Return what each tile is given of an input, on a root."""
+        if tensor.dtype in HALF and not isinstance(tensor, TileTensor):
+            return self._start_of_half(tensor, root)
         given = [p.local for p in tensor.parts] if isinstance(tensor, TileTensor) else [tensor]
         if tensor is self.target:  # torch lets nobody write one of several views in place
             begun = [Begin.apply(SEED, x) for x in given]
@@ -231,6 +236,12 @@ class Call:
         begun *= self.tiles.count // len(begun)
         root.edges = [get_gradient_edge(each) for each in begun]
         return begun
+
+    def _start_of_half(self, tensor: Tensor, root: Root) -> list[Any]:
+        """Return a plain tensor for each tile, on one root in float32, which has no memory."""
+        place: Any = Begin.apply(SEED, tensor.new_empty((), dtype=torch.float32).expand_as(tensor))
+        root.edges = [get_gradient_edge(place)] * self.tiles.count
+        return [BeginHalf.apply(place, tensor) for _ in root.edges]
 
     def locals_of(self, tile: int) -> list[Any]:
         """Return a tile's parts of the inputs, on roots where gradients are wanted."""
@@ -298,7 +309,7 @@ def _gradients(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | 
     made: list[Tensor | None] = []
     for root, total in zip(record.roots, totals, strict=True):
         if total is not None:
-            made.append(call.total(total))
+            made.append(call.total(total, root.input.dtype))
         else:
             assert root.layouts is not None
             made.append(_field_of(call, next(each), root.layouts))

@@ -90,6 +90,20 @@ class Begin(Function):
         raise AssertionError("a small graph ends at its roots")
 
 
+class BeginHalf(Function):
+    """Begins a small graph at a tensor of half precision: gradients of tiles add up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, given: Tensor) -> Tensor:
+        """Return a tensor of the same memory, whose gradient goes to a place in float32."""
+        return given.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradient in float32."""
+        return grads[0].float(), None
+
+
 class Place(Function):
     """A tensor without memory that has the place of a field in the caller's graph."""
 

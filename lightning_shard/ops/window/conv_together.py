@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.fetch import route_of
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.local_group import Later, LocalGroup
 from lightning_shard.domain.memory_format import format_of, joined
@@ -182,7 +183,8 @@ class _Convolution(Function):
                 arriving.bring(tile, found[0])
         of_locals = arriving.of_all() if wants[0] else locals_
         chosen = [x if want else None for x, want in zip(of_locals, wanted[2:], strict=True)]
-        return None, None, None, of_weight, of_bias, *chosen
+        rounded = [None if g is None else g.to(weight.dtype) for g in (of_weight, of_bias)]
+        return None, None, None, *rounded, *chosen
 
 
 class _Arriving:
@@ -271,4 +273,6 @@ def _rows(sources: Sources, tile: int, plan: _Plan) -> Tensor:
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    return part if total is None or part is None else total.add_(part)
+    if total is None or part is None:
+        return None if part is None else wide(part)
+    return total.add_(part)

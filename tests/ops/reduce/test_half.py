@@ -91,3 +91,25 @@ def test_on_ranks(name, dtype):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_in_tiles(name, dtype):
     check(FUNCTIONS[name], dtype, lambda x: lightning_shard.shard(x, tiles_of(3), 2))
+
+
+WEIGHTED = {
+    "convolution": lambda x, w: F.conv2d(x, w.view(4, 4, 1, 1).expand(4, 4, 3, 1), padding=(1, 0)),
+    "linear": lambda x, w: F.linear(x.movedim(1, -1), w.view(4, 4)),
+    "factor": lambda x, w: x * w.view(4, 4).sum(1).view(4, 1, 1),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_gradients_of_weights_add_up_over_many_tiles(name, dtype):
+    """A sum in half precision of 128 equal parts loses digits with each of them."""
+    gradients = []
+    for kind, tiles in ((torch.float64, 0), (dtype, 128)):
+        x = torch.linspace(0.5, 1.5, 4 * 256 * 16).view(1, 4, 256, 16).to(dtype).to(kind)
+        w = torch.linspace(1, 2, 16).to(dtype).to(kind).requires_grad_()
+        y = WEIGHTED[name](lightning_shard.shard(x, tiles_of(tiles), 2) if tiles else x, w)
+        loss = lightning_shard.gather(y).to(torch.float64).mean()
+        gradients.append(torch.autograd.grad(loss, w)[0].double())
+    error = (gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max()
+    assert error < 2 * torch.finfo(dtype).eps
