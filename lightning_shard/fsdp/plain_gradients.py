@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.domain.comm import all_reduce
+from lightning_shard.domain.half import HALF, wide
 from lightning_shard.fsdp.same_blocks import SameBlocks
 from lightning_shard.fsdp.sparse_gradients import may_be_sparse, mean_of_sparse
 from lightning_shard.fsdp.unreduced import Unreduced
@@ -79,6 +80,8 @@ class _Bucket:
             if p.grad is None:
                 is_there[i] = 0
         self.flat = torch.cat([*(g.reshape(-1) for g in grads), is_there])
+        if self.flat.dtype in HALF:  # the sum may not fit, though the mean does
+            self.flat /= dist.get_world_size(group)
         self.work = begin_sum(self.flat, group)
 
     @torch.no_grad()
@@ -86,7 +89,7 @@ class _Bucket:
         """Wait for the sum, and put the mean into the gradients."""
         assert self.flat is not None
         self.work.wait()
-        ranks = dist.get_world_size(group)
+        ranks = 1 if self.flat.dtype in HALF else dist.get_world_size(group)
         sizes = [_real(p).numel() for p in self.trained]
         *sums, is_there = self.flat.split_with_sizes([*sizes, len(sizes)])
         has = None  # reading it waits for the device
@@ -299,7 +302,7 @@ def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Any:
 
 
 def _mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return all_reduce(gradient, group) / dist.get_world_size(group)
+    return (all_reduce(wide(gradient), group) / dist.get_world_size(group)).to(gradient.dtype)
 
 
 def _real(x: Tensor) -> Tensor:

@@ -216,6 +216,19 @@ class Words(nn.Module):
         return self.head(self.table(words))
 
 
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_sum_of_half_gradients_need_not_fit(hooked):
+    net = nn.Linear(1, 1, bias=False).half()
+    seen = []
+    whole(net, make_mesh("cpu", 1, (4,)))
+    if hooked:
+        net.weight.register_hook(seen.append)
+    (net.weight * 30_000).sum().backward()
+    assert net.weight.grad.item() == 30_000
+    assert all(gradient.item() == 30_000 for gradient in seen)
+
+
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("also_dense", [False, True])
 def test_sparse_gradients(also_dense):

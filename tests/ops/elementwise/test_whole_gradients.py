@@ -169,3 +169,11 @@ def test_outside_of_a_step_nothing_travels():
             scope.__exit__(None, None, None)
         (x * rank).sum().backward()
         assert torch.equal(seen[0], torch.full((3,), float(rank)))
+
+
+@pytest.mark.spmd(3)
+def test_the_sum_of_half_gradients_need_not_fit():
+    weight = torch.ones(1, dtype=torch.float16, requires_grad=True)
+    with whole_gradients(mesh_of(3)):
+        (gradient,) = torch.autograd.grad((weight * 30_000).sum(), weight)
+    assert gradient.item() == 30_000
