@@ -37,7 +37,8 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule, args, kwargs = checked_call(func, args, kwargs, TileTensor)
     if rule is not None and rule.composes:
         return run_rule(rule, func, args, kwargs)
-    writes = func is Tensor.__setitem__ or changes_first(func, args, kwargs)
+    # functions of nn.init name their first argument
+    writes = bool(args) and (func is Tensor.__setitem__ or changes_first(func, args, kwargs))
     if writes and isinstance(args[0], Tensor) and not isinstance(args[0], TileTensor):
         return _into_plain(rule, func, args, kwargs)
     target = args[0] if writes and isinstance(args[0], TileTensor) else None

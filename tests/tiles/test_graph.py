@@ -234,6 +234,8 @@ def test_refuses_what_it_does_not_serve() -> None:
         x + cut(field(1, 3, 9, 5), 2)
     with pytest.raises(UnsupportedOperationError, match=r"cannot run torch\.linalg\.svdvals"):
         torch.linalg.svdvals(x)
+    with pytest.raises(UnsupportedOperationError, match=r"cannot run torch\.nn\.init\.normal_"):
+        nn.init.normal_(x.detach().clone())
     loss = (x * 2).sum()
     with pytest.raises(RuntimeError, match="inside a function transform"):
         torch.autograd.grad(loss, x, torch.ones(3, dtype=x.dtype), is_grads_batched=True)
