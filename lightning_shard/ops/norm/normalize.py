@@ -269,7 +269,7 @@ def _fused_gradients(
         each.append(sums if sums.shape[2] == 1 else sums.sum(2, keepdim=True))
     sums, nothing = joint.added(each), _nothing(inverse.dtype, inverse.device)
     factor = joint.first.of_channels(inverse)
-    scaled = torch.addcmul(nothing, sums, factor, value=-1 / joint.first.count)
+    scaled = torch.addcmul(nothing, sums, factor, value=-1 / max(joint.first.count, 1))
     shifts, slopes = scaled.flatten(1).unbind()
     for numbers in alike.values():
         weight = members[numbers[0]].weight

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import lightning_shard
 from lightning_shard.trainer.profile.traffic import counted
 from tests.ops.norm.test_batch_norm import CASES
-from tests.parity import mesh_of
+from tests.parity import assert_parity, mesh_of
 
 NORMS = ["batch_norm", "group_norm", "instance_norm", "layer_norm_two"]
 
@@ -64,3 +64,14 @@ def test_values_far_from_zero():
     result = F.group_norm(lightning_shard.shard(x, mesh_of(2), 2), 2)
     expected = F.group_norm(x.double(), 2).float()
     torch.testing.assert_close(lightning_shard.gather(result), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.spmd(3)
+def test_no_samples_have_gradients_without_numbers():
+    """As of a mask that chooses none of the samples of a batch."""
+
+    def function(x, weight, bias):
+        return F.batch_norm(x, None, None, weight, bias, training=True)
+
+    shapes = [(0, 4, 7, 6), (4,), (4,)]
+    assert_parity(function, shapes, {0: [2]}, mesh_of(3))
