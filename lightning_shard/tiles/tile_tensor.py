@@ -12,7 +12,7 @@ from lightning_shard.processes.torch_private.internals import (
     any_is_true,
     copy_of_tensor,
     make_wrapper,
-    seeing_conjugates,
+    with_keys,
     without_rules,
 )
 from lightning_shard.tensor.local_mesh import LocalField, LocalMesh
@@ -170,7 +170,7 @@ class TileTensor(LocalField):
                 f"{func} reached a field in tiles without passing a rule; register one "
                 "(lightning_shard.register_rule) or gather first (lightning_shard.gather)."
             )
-        with torch.no_grad(), seeing_conjugates():
+        with torch.no_grad(), with_keys("Conjugate", "Negative"):
             return known(*args, **(kwargs or {}))
 
     @property

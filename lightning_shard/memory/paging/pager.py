@@ -20,10 +20,10 @@ from lightning_shard.memory.paging.mode import Exits, Paging
 from lightning_shard.memory.paging.pages import Driver, Page, Pages
 from lightning_shard.memory.paging.sleep import Sleep
 from lightning_shard.processes.torch_private.internals import (
-    counting_writes,
     key_of_storage,
     tree_map_only,
     version_of,
+    with_keys,
     without_modes,
 )
 
@@ -163,7 +163,7 @@ class Pager:
             return copies[-1][1]
 
         # functional collectives bring tensors inside of an operator
-        with self._lock, without_modes(), counting_writes():
+        with self._lock, without_modes(), with_keys("ADInplaceOrView"):
             few = self._few(values)
             if few:
                 with self._near(few):

@@ -110,7 +110,7 @@ def max_(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     kind = _PICKS[func]
     if not args and not kwargs:
         if 0 in x.shape:
-            return func(x.local.new_empty(0))  # which torch refuses
+            return func(x.local.new_empty(0))  # torch refuses it
         return extreme(kind.of_dims, x, of_nan=True)
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Subdomain | Tensor):

@@ -8,7 +8,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,29 +169,23 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def counting_writes() -> AbstractContextManager[None]:
-    """Let writes be counted while open, also inside of an operator, where torch counts none."""
-    return _with_keys(["ADInplaceOrView"])
-
-
-def seeing_conjugates() -> AbstractContextManager[None]:
-    """Let functions see that views are conjugates or negatives, also inside of an operator."""
-    return _with_keys(["Conjugate", "Negative"])
-
-
 @contextmanager
-def _with_keys(names: Sequence[str]) -> Generator[None]:
+def with_keys(*names: str) -> Generator[None]:
+    """Let functions see these keys of the dispatcher, which are hidden inside of an operator.
+
+    "ADInplaceOrView" counts writes. "Conjugate" and "Negative" tell what views are.
+    """
     change = internal("torch._C._dispatch_tls_set_dispatch_key_excluded")
-    is_excluded = internal("torch._C._dispatch_tls_is_dispatch_key_excluded")
+    is_hidden = internal("torch._C._dispatch_tls_is_dispatch_key_excluded")
     keys = [getattr(torch.DispatchKey, name) for name in names]  # pyright: ignore
-    before = [is_excluded(key) for key in keys]
+    before = [(key, is_hidden(key)) for key in keys]
     for key in keys:
         change(key, False)
     try:
         yield
     finally:
-        for key, was_excluded in zip(keys, before, strict=True):
-            change(key, was_excluded)
+        for key, was_hidden in before:
+            change(key, was_hidden)
 
 
 def python_of(scripted: Any) -> Any:
