@@ -13,7 +13,7 @@ Compute = Callable[[list[Any]], list[Any]]  # from the values of all members to 
 
 STUCK = (
     "the tiles cannot go on: an operation exchanges on some of them what it does not exchange on "
-    "others, as the second derivative of logcumsumexp does; take one tile, or another operation."
+    "others, as a rule that decides by the rows of its tile; take one tile, or another operation."
 )
 
 

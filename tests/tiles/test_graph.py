@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_shard
+from lightning_shard.domain.align import sum_over
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.ops import registry
 from tests.parity import assert_same, tiles_of
 
 
@@ -246,17 +248,24 @@ def test_refuses_what_it_does_not_serve() -> None:
         loss.backward()
 
 
-def test_a_second_derivative_of_other_exchanges_is_refused() -> None:
-    def penalty_of(x: Tensor) -> Tensor:
-        x.requires_grad_()
-        (first,) = torch.autograd.grad(x.logcumsumexp(2).sum(), x, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), x)[0]
+def test_a_rule_that_exchanges_in_some_tiles_only_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_RULES", registry._RULES.copy())
+
+    def total(x: Any) -> Any:
+        return torch.overrides.handle_torch_function(total, (x,), x)
+
+    @lightning_shard.register_rule(total)
+    def rule(func: Any, x: lightning_shard.Subdomain) -> lightning_shard.Subdomain:
+        is_first = not x.layout.grid.index(x.layout.axes(2))
+        return x.like(x.local if is_first else x.local + sum_over(x, x.local[:, :, :1], [2]))
 
     for tiles in (2, 11):
-        with pytest.raises(RuntimeError, match="as the second derivative of logcumsumexp does; ta"):
-            penalty_of(cut(field(2, 3, 10, 7), tiles))
+        with pytest.raises(RuntimeError, match="as a rule that decides by the rows of its tile"):
+            total(cut(field(2, 3, 10, 7), tiles))
         assert penalty(network(), cut(field(2, 3, 10, 7), tiles)).isfinite()  # they can go on
-    assert penalty_of(cut(field(2, 3, 10, 7), 1)).shape == (2, 3, 10, 7)
+    assert total(cut(field(2, 3, 10, 7), 1)).shape == (2, 3, 10, 7)
 
 
 def test_is_a_tensor_of_one_process() -> None:

@@ -25,8 +25,7 @@ _SCANS: dict[Callable[..., Any], _Scan] = {
 }  # fmt: skip
 
 
-@implements(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod)
-@implements(torch.logcumsumexp, Tensor.logcumsumexp, limits="second derivatives are NaN")
+@implements(*_SCANS)
 def scan(
     func: Callable[..., Tensor], x: Subdomain, dim: int, *, dtype: torch.dtype | None = None
 ) -> Subdomain:
@@ -50,7 +49,9 @@ def _scan(
     # for the first rows it is empty, and its total joins nothing; yet its graph is the others'
     before = totals.narrow(d, 0, x.layout.grid.index(x.layout.axes(d)))
     if not before.shape[d] and total is _LOG_SUM[0]:
-        found = local + before.sum(d, keepdim=True)
+        # as on other ranks, the gradient of what travels depends on the rows
+        rows = torch.where(local.isfinite(), local, 0)
+        found = local + before.sum(d, keepdim=True) * rows
     else:
         found = join(local, total(before, d).to(local.dtype))
     return x.like(found.to(x.dtype) if x.dtype in HALF else found)
