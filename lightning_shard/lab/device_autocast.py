@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
+from lightning_shard.domain.half import wide
 from lightning_shard.ops.autocast import forget_types
 from lightning_shard.processes.torch_private.internals import schema_of, tree_map_only
 
-_HALF = (torch.float16, torch.bfloat16)
 # on a GPU in float32, on a CPU in the type of their operands
 _IN_FLOAT32 = (
     "acos", "asin", "cosh", "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp",
@@ -61,12 +61,8 @@ def _functions(name: str) -> list[Any]:
 
 def _in_float32(operator: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, _cast, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, wide, (args, kwargs))
         with torch.autocast("cpu", enabled=False):
             return operator(*args, **kwargs)
 
     return call
-
-
-def _cast(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in _HALF else x

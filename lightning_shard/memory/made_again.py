@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_shard.domain.half import HALF
 from lightning_shard.processes.torch_private.internals import (
     FakeTensor,
     base_of,
@@ -27,7 +28,6 @@ Function = Callable[..., Any]
 Arguments = Callable[..., tuple[Any, Any]]
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
-_HALF = (torch.bfloat16, torch.float16)
 _CALLS = 8  # at most, to make a tensor again
 
 _FUNCTIONS = """
@@ -239,7 +239,7 @@ class Makers:
         for x in self._given:
             if (x.grad_fn, x.output_nr) == source:
                 self._note_cast(x, result)
-                if x.dtype in _HALF and self.of(x) is None:  # the way back loses nothing
+                if x.dtype in HALF and self.of(x) is None:  # the way back loses nothing
                     self._note_cast(result, x)
 
     def _note_cast(self, x: Tensor, result: Tensor) -> None:

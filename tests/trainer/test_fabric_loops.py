@@ -45,6 +45,14 @@ def assert_same_weights(module, expected):
         assert_same(found[name], value)
 
 
+def assert_same_step(fabric, net, opt, alone, x):
+    fabric.backward(net(own(fabric, x)).square().mean())
+    opt.step()
+    alone(x).square().mean().backward()
+    torch.optim.SGD(alone.parameters(), 0.1).step()
+    assert_same_weights(net, alone)
+
+
 @pytest.mark.spmd(2)
 def test_a_value_is_reduced_in_place():
     fabric = fabric_with()
@@ -198,11 +206,7 @@ def test_what_is_written_after_a_forward_stays(trains):
     with torch.set_grad_enabled(trains):
         net(own(fabric, x))
     net.load_state_dict({name: 2 * value for name, value in network().state_dict().items()})
-    fabric.backward(net(own(fabric, x)).square().mean())
-    opt.step()
-    alone(x).square().mean().backward()
-    torch.optim.SGD(alone.parameters(), 0.1).step()
-    assert_same_weights(net, alone)
+    assert_same_step(fabric, net, opt, alone, x)
 
 
 @pytest.mark.spmd(2)
@@ -215,11 +219,7 @@ def test_layers_that_are_frozen_first_train_after_an_evaluation():
         net(own(fabric, x))
     raw[0].requires_grad_(True)
     opt.add_param_group({"params": [*raw[0].parameters()]})
-    fabric.backward(net(own(fabric, x)).square().mean())
-    opt.step()
-    alone(x).square().mean().backward()
-    torch.optim.SGD(alone.parameters(), 0.1).step()
-    assert_same_weights(net, alone)
+    assert_same_step(fabric, net, opt, alone, x)
 
 
 @pytest.mark.spmd(2)

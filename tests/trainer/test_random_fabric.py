@@ -22,7 +22,7 @@ from lightning_shard import FabricShardStrategy
 from tests.trainer.random_fabric import CHOICES, Program, draw
 from tests.trainer.random_fabric_loop import Loop
 from tests.trainer.test_fabric import Double
-from tests.trainer.test_random_trainings import MESHES, differences
+from tests.trainer.test_random_trainings import MESHES, differences, programs
 from tests.training import shared_path
 
 COARSE = {"64-true": 1e-5, "32-true": 1e-3, "bf16-mixed": 0.1}  # Fabric gives results in float32
@@ -120,10 +120,6 @@ def check(seed: int, domain: tuple[int, ...]) -> None:
             program, said = simpler, still
     least = {name: value for name, value in program.items() if value != CHOICES[name][0]}
     raise AssertionError(f"seed {seed}, {least}: {said}")
-
-
-def programs(domain: tuple[int, ...], seeds: range) -> dict[str, dict[str, Any]]:
-    return {str(seed): {"seed": seed, "domain": domain} for seed in seeds}
 
 
 @pytest.mark.parametrize("mesh", ["1x2", "2x1"])
