@@ -5,10 +5,12 @@ for another, so that they are in different steps.
 """
 
 import sys
+from pathlib import Path
 
 from typing_extensions import override
 
 from lightning_shard.lightning import Callback, LightningModule, ModelCheckpoint, Trainer
+from lightning_shard.trainer.checkpoint_io import is_local, local_path
 from lightning_shard.trainer.host import add_once
 from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.saving import Saver
@@ -41,12 +43,18 @@ class InterruptedSave(Callback):
         self._silenced = saving
         for callback in saving:
             callback.save_on_exception = False
-        last = self._saver.last_written or trainer.ckpt_path
+        written = (self._saver.last_written, trainer.ckpt_path)
+        last = next((path for path in written if path and not _is_removed(path)), None)
         rest = "there is none from before" if last is None else f"the last whole one is {last}"
         sys.stderr.write(
             f"[rank {trainer.global_rank}] no checkpoint was saved on {type(exception).__name__}, "
             f"since the ranks did not stop in the same step; {rest}\n"
         )
+
+
+def _is_removed(path: str | Path) -> bool:
+    """Return whether a file is no more, as that of a search of the learning rate."""
+    return is_local(path) and not local_path(path).exists()
 
 
 def say_what_was_not_saved(trainer: Trainer, peers: Peers, saver: Saver) -> None:

@@ -56,6 +56,11 @@ class CommonDraws:
         self._read = set[int]()  # loaders that have drawn an order
         self._is_resumed = False
 
+    def begin(self, agreed: Numbers) -> None:
+        """Take the numbers that all ranks have once the loaders have begun, unless one was read."""
+        if not self._read:
+            self.state, self._seeded = agreed, len(self._loaders)
+
     def go_on(self, resumed: Numbers | None) -> None:
         """Go on with the numbers of the run that is resumed, in which all loaders were read."""
         if self._is_resumed:

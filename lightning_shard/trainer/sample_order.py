@@ -77,7 +77,6 @@ class SampleOrder:
         """Begin without a trainer."""
         self._asked: bool | None = None  # whether the user lets samplers be replaced
         self._ordered: list[Order] = []  # those of the training loaders
-        self._since: int | None = None  # the epoch for which Lightning asked for them
         self._late = LateStart()
         self._until_end = ExitStack()
 
@@ -103,7 +102,7 @@ class SampleOrder:
         """
         self._trainer, self._domain, self._device = trainer, domain, device
         self._replicas, self._replica = replicas, replica
-        self._ordered, self._since, self._late = [], None, LateStart()
+        self._ordered, self._late = [], LateStart()
         self._repeat = repeats_samples(trainer)
         asked = inject_samplers(trainer, False)
         self._asked = asked if self._asked is None else self._asked
@@ -112,6 +111,11 @@ class SampleOrder:
         share_seeded_state(device)
         alike = _EpochsBeginAlike(self._agree, self._go_on_in_epoch, self._go_on_after_validation)
         add_once(trainer, alike, first=True)
+
+    def comes_to(self, barrier: str | None) -> None:
+        """Begin a list of training loaders if Lightning asks for them after this barrier."""
+        if barrier == "train_dataloader()":
+            self._ordered = []
 
     def prepare(
         self,
@@ -130,12 +134,11 @@ class SampleOrder:
             saved: Returns the state of a sampler's own generator in a checkpoint, likewise.
             late: True if the stage begins with a checkpoint.
         """
-        if self._trainer.training:
-            if self._since != self._trainer.current_epoch:
-                self._ordered, self._since = [], self._trainer.current_epoch
-            if (order := order_of(loader)) is not None:  # an earlier epoch had it, too
-                self._order(order)
-                return loader
+        order = order_of(loader) if self._trainer.training else None
+        if order is not None:  # the loader was read before
+            order.begin_epoch()
+            self._order(order)
+            return loader
         sampler = own_sampler(loader)
         if isinstance(sampler, Stride):  # a `CombinedLoader` keeps it from another stage
             loader = with_sampler(loader, sampler.whole)
@@ -244,22 +247,27 @@ class SampleOrder:
     def _agree(self, found: Sequence[Order] | None = None) -> None:
         share_random_state(self._domain, self._device)
         begins = found is None  # an epoch
+        ordered = _ordered(self._trainer) if found is None else found
         has_begun = (
             begins
             and not begins_loaders_anew(self._trainer)
-            and any(batches.has_begun for batches in self._ordered)
+            and any(batches.has_begun for batches in ordered)
         )
         if begins and not has_begun:
-            for batches in _ordered(self._trainer):
+            for batches in ordered:
                 batches.begin_epoch()
-        if self._replicas > 1 and not has_begun:
-            ordered = _ordered(self._trainer) if found is None else found
-            numbers = [[batches.numbers() for batches in ordered]]
-            dist.broadcast_object_list(numbers, src=0, device=self._device)
-            if ordered:
-                common = CommonDraws([batches.loader for batches in ordered], numbers[0][0])
-                for batches, agreed in zip(ordered, numbers[0], strict=True):
-                    batches.agreed, batches.common = agreed, common
+        if self._replicas == 1:
+            return
+        numbers = [[batches.numbers() for batches in ordered]]
+        dist.broadcast_object_list(numbers, src=0, device=self._device)
+        if not ordered:
+            return
+        common = CommonDraws([batches.loader for batches in ordered], numbers[0][0])
+        for batches, agreed in zip(ordered, numbers[0], strict=True):
+            if not has_begun:
+                batches.agreed, batches.common = agreed, common
+            elif batches.common is not None:
+                batches.common.begin(agreed)
 
 
 class _EpochsBeginAlike(Callback):

@@ -98,7 +98,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         self.num_nodes = 1
         self.config: Mapping[str, str] = {}  # the command line's, alike on all ranks
         self._while_set_up = ExitStack()
-        self._deferred = False  # whether the module had no memory when this stage began
+        self._deferred = self._resumes = False  # began without memory, with a checkpoint
         self._last_checked: Any = None
         self._take_signals: Callable[[], None] = lambda: None
         self.hook_values: HookValues | None = None  # those of the newest stage on several ranks
@@ -167,7 +167,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         """Start the process group, compare the options of the ranks, and arrange the mesh."""
         super().setup_environment()
         tell_of_unused_devices(self.root_device)
-        self._deferred = False
+        self._deferred = self._resumes = False
         self.saver.forget()
         self.join(self.precision_plugin)
         self.processes.compare("options", self._options_alike(), check=self.peers.check)
@@ -230,6 +230,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
     @override
     def setup(self, trainer: Trainer) -> None:
         """Prepare plug-ins, parameters and optimizers in this order: each needs those before it."""
+        self._resumes = trainer.ckpt_path is not None
         self._set_up_plugins(trainer)
         self._shard_parameters(trainer)
         if self.domain_size > 1 or isinstance(self._module, FSDPModule):
@@ -309,7 +310,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         """Let a loader give this replica's samples, and end on all ranks together."""
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        late = self._module.trainer.ckpt_path is not None or self.restore_checkpoint_after_setup
+        late = self._resumes or self.restore_checkpoint_after_setup
         dataloader = self.samples.prepare(
             dataloader, self.saver.order, self.saver.generator, late=late
         )
@@ -410,6 +411,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; a rank that has failed ends the wait."""
         self._take_signals()  # Lightning has set its handlers before the loops begin
+        self.samples.comes_to(name)
         self.logged.comes_to_in_hook(waits := "waits for all ranks at a barrier")
         with self.logged.exchanges(waits):
             super().barrier(name)

@@ -4,12 +4,14 @@ import random
 from collections import UserDict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,6 +22,7 @@ from lightning_shard.checkpoint.foreign import OWN
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.data.tree import leaves_of
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles, complete_io
+from lightning_shard.trainer.interrupted_save import InterruptedSave
 from lightning_shard.trainer.saving import Saver
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
@@ -278,3 +281,21 @@ def test_shards_in_any_container_are_saved_whole(kind):
         runner.save_checkpoint(path)
     mine["optimizer"] = runner.optimizers[0].state_dict()
     runner.save_checkpoint(path)
+
+
+def test_what_is_removed_is_not_named_as_the_last_checkpoint(tmp_path, capsys):
+    """A search of the learning rate saves a checkpoint, reads it and removes it."""
+    kept = tmp_path / "kept.ckpt"
+    kept.touch()
+    saver = Saver("single", timeout_s=1)
+    lost = SimpleNamespace(is_disconnected=lambda: True)
+    runner = SimpleNamespace(checkpoint_callbacks=[ModelCheckpoint()], ckpt_path=str(kept))
+    runner.global_rank = 0
+    for saver.last_written, said in ((tmp_path / "search.ckpt", kept), (kept, kept)):
+        runner.checkpoint_callbacks[0].save_on_exception = True
+        InterruptedSave(lost, saver).on_exception(runner, None, RuntimeError())
+        assert capsys.readouterr().err.endswith(f"the last whole one is {said}\n")
+    kept.unlink()
+    runner.checkpoint_callbacks[0].save_on_exception = True
+    InterruptedSave(lost, saver).on_exception(runner, None, RuntimeError())
+    assert capsys.readouterr().err.endswith("there is none from before\n")
