@@ -23,6 +23,8 @@ from torch.multiprocessing.spawn import start_processes
 from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
 from lightning_shard.trainer.profile.traffic import counted
 
+Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim
+Case = dict[str, Any]  # what a mesh, a network and links are, and what was measured of them
 REPEATS = 3
 MIB = 2**20
 # options of a Trainer that prints and writes nothing

@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import slow_links
-from benchmarks.common import MIB, machine
+from benchmarks.common import MIB, Case, Mesh, machine
 
-Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim
-Case = dict[str, Any]
 NETWORKS = ("CNN", "U-Net", "TFNO", "ViT")
 MESHES: dict[int, tuple[Mesh, ...]] = {
     1: ((1, 1),),

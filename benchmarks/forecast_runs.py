@@ -29,8 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 from benchmarks import slow_links
-from benchmarks.common import QUIET, most
-from benchmarks.forecast import Case, Mesh
+from benchmarks.common import QUIET, Case, Mesh, most
 from benchmarks.networks import NETWORKS, Task
 from lightning_modules.cnn.simple_cnn import SimpleCNN
 from lightning_shard import HybridShardStrategy, predict, read_cluster
