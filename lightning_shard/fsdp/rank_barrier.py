@@ -1,7 +1,8 @@
 """Lets ranks wait for each other before a collective that one of them may have begun alone.
 
 A rank that waits in vain ends within seconds where the others are seen to have gone on: they are
-at a collective that follows, or have begun another step. Otherwise it ends after `WAIT_S`.
+at a collective that follows, or have begun another step. It ends within half a minute where all of
+them wait, as for rows of this rank, and otherwise after `WAIT_S`.
 """
 
 import time
@@ -11,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_shard.fsdp.same_blocks import LOOK_S, has_come, orders
+from lightning_shard.fsdp.same_blocks import LOOK_S, STUCK_LOOKS, has_come, orders
 from lightning_shard.processes.failures.failure_watch import check_ranks
+from lightning_shard.processes.failures.lone_waits import where_all_wait
 from lightning_shard.processes.store import store_of_attempt
 
 WAIT_S = 120.0  # for the other ranks, where nothing is seen of them
@@ -59,12 +61,15 @@ def _absence(store: Any, places: dict[int, str], does: str) -> str:
     # sooner than a collective of the others gives up, which would not say what was wrong
     limit_s = min(WAIT_S, store.timeout.total_seconds() / 2)
     deadline = time.monotonic() + limit_s
-    asked = []
+    asked, stuck = [], 0
     while not has_come(store, [*places.values()], min(LOOK_S, deadline - time.monotonic())):
         missing = [r for r, key in places.items() if not store.check([key])]
         check_ranks(missing)
         asked = orders()
         others = next(filter(None, (order.gone_on(missing, does) for order in asked)), "")
+        waits = where_all_wait(store, missing)
+        stuck = stuck + 1 if waits else 0
+        others = others or (waits if stuck > STUCK_LOOKS else "")
         missing = [r for r in missing if not store.check([places[r]])]
         if missing and others:
             return f"ranks {missing} did not, where {others}"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.failures.failure import RankFailedError
 from lightning_shard.processes.failures.failure_watch import check_ranks, is_of_processes
-from lightning_shard.processes.failures.lone_waits import stuck_at
+from lightning_shard.processes.failures.lone_waits import where_all_wait
 from lightning_shard.processes.failures.store_thread import StoreThread
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import backward_pass, default_store
@@ -224,16 +224,13 @@ class SameBlocks:
 
     def _waits(self, event: str) -> str:
         """Word where a rank waits that has not come; "" where a rank of the group computes."""
-        others = [rank for rank in range(dist.get_world_size()) if rank != self._rank]
-        if not self._store.check(stuck_at(others)):
-            return ""
-        for rank in self.ranks:
+
+        def has_come(rank: int) -> bool:
             at = f"{self._prefix}/at/{rank}"
-            has_come = self._store.check([at]) and json.loads(self._store.get(at))[1] == event
-            if rank != self._rank and not has_come:
-                _, place, _ = json.loads(self._store.get(stuck_at([rank])[0]))
-                return f"rank {rank} waits at {place} for what does not come"
-        return ""
+            return self._store.check([at]) and json.loads(self._store.get(at))[1] == event
+
+        others = [rank for rank in self.ranks if rank != self._rank]
+        return where_all_wait(self._store, [rank for rank in others if not has_come(rank)])
 
     def _difference(self, event: str, ranks: Sequence[int]) -> str:
         """Word the block of another rank at this place; "" if none is known to be another one."""

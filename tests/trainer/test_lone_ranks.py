@@ -33,12 +33,12 @@ def read_alone(hook, read):
     fit_sharded(Alone(hook, read), (2,), strategy={"sharding": "full"}, max_epochs=2)
 
 
-def ends_in_seconds(words, body, *args):
+def ends_in_seconds(words, body, *args, within_s=40):
     """The run ends by an error of these words, long before a collective gives up."""
     began = time.monotonic()
     with pytest.raises(ProcessRaisedException, match=words):
         launch(body, *args, processes=2, timeout_s=90)
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < within_s
 
 
 def slow(*values):
@@ -126,3 +126,22 @@ def draw_unordered():
 def test_pictures_of_one_shape_are_told_apart_by_their_names():
     """Else the rows of one would be put together with those of the other."""
     ends_in_seconds(r"gives .* as 'x' to the logger's add_image\(\)", draw_unordered)
+
+
+class DrawsAlone(Featured):
+    """Rank 0 draws in a step of a validation, and the others go on to the next."""
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 0 and self.trainer.is_global_zero:
+            self.logger.experiment.add_image("x", batch["x"])
+        super().validation_step(batch, batch_idx)
+
+
+def draw_alone():
+    fit_sharded(DrawsAlone(), (2,), logger=Pictures())
+
+
+@pytest.mark.slow
+def test_a_lone_picture_of_a_validation():
+    words = r"the logger's add_image\(\) in validation_step.* waits at"
+    ends_in_seconds(words, draw_alone, within_s=60)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -59,6 +60,15 @@ def watch_lone_waits(*, ends: bool = True) -> None:
 def stuck_at(ranks: Sequence[int]) -> list[str]:
     """Name the entries of the store with the places at which ranks have waited for `STUCK_S`."""
     return [f"lone_waits/{rank}" for rank in ranks]
+
+
+def where_all_wait(store: Any, absent: Sequence[int]) -> str:
+    """Word where the first of the absent ranks waits; "" where any rank but this one computes."""
+    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    if not absent or not store.check(stuck_at(others)):
+        return ""
+    _, place, _ = json.loads(store.get(stuck_at(absent)[0]))
+    return f"rank {absent[0]} waits at {place} for what does not come"
 
 
 class LoneWaits:
