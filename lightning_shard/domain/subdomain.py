@@ -92,6 +92,32 @@ class Domain:
 
 
 @dataclass(eq=False)
+class Seen:
+    """The number of writes into the memory of a tensor when somebody looked at it.
+
+    Attributes:
+        source: The tensor.
+        version: The number of writes until then.
+    """
+
+    source: Tensor
+    version: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Seen":
+        """Look at a tensor now; what is kept of it has no graph."""
+        seen = Seen(tensor.detach(), version_of(tensor))
+        if tensor.is_inference():
+            _uncounted.add(seen)
+        return seen
+
+    @property
+    def is_stale(self) -> bool:
+        """True once the tensor has been written since."""
+        return self.version != version_of(self.source)
+
+
+@dataclass(eq=False)
 class Copied:
     """Where rows come from that were copied from other ranks, while torch would give a view.
 
@@ -130,16 +156,16 @@ class Copied:
         return self.version != version_of(self.source)
 
 
-_uncounted: WeakSet[Copied] = WeakSet()  # nobody counts writes in inference mode
+_uncounted: WeakSet[Copied | Seen] = WeakSet()  # nobody counts writes in inference mode
 
 
 def written_in_inference(x: Tensor) -> None:
-    """Make copies of rows of `x` stale; of other modes' tensors torch counts the writes."""
+    """Make stale what was seen of `x`; of other modes' tensors torch counts the writes."""
     if not x.is_inference():
         return
-    for copied in list(_uncounted):
-        if storage_key(copied.source) == storage_key(x):
-            copied.version = -1
+    for seen in list(_uncounted):
+        if storage_key(seen.source) == storage_key(x):
+            seen.version = -1
 
 
 @dataclass(eq=False)
@@ -182,6 +208,10 @@ class Subdomain:
 
     def read(self) -> "Subdomain":
         """Return itself: its values are there already, while a lazy spectrum computes them here."""
+        return self
+
+    def settled(self) -> "Subdomain":
+        """Return itself."""
         return self
 
     def like(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":

@@ -51,6 +51,10 @@ class Part(Protocol):
         """A local tensor that tells the device, and whether gradients are wanted."""
         ...
 
+    def settled(self) -> Subdomain | None:
+        """Return the rows for the tensor to hold; None where it cannot hold them."""
+        ...
+
     def read(self) -> Subdomain:
         """Return the rows of this rank.
 

@@ -47,6 +47,7 @@ from lightning_shard.tensor.met import SplitInTransform, domains_met, note_domai
 from lightning_shard.tensor.out import write_out
 from lightning_shard.tensor.part import Part, part_of
 from lightning_shard.tensor.rows import Rows, is_own_copy, remember_index
+from lightning_shard.tensor.settle import read_only, unsettled
 from lightning_shard.tensor.strangers import class_for
 from lightning_shard.tensor.wrong_calls import NUMBERS, refuse_wrong_call
 
@@ -205,8 +206,12 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if rule is not None and rule.composes:
         return run_rule(rule, func, args, kwargs)
     wrappers: dict[int, DomainTensor] = {}
-    local_args = tuple([_unwrap(a, wrappers) for a in args])
-    local_kwargs = {k: _unwrap(v, wrappers) for k, v in kwargs.items()} if kwargs else {}
+    local_args, local_kwargs = _unwrapped(args, kwargs, wrappers)
+    if settled := unsettled(func, args, kwargs, wrappers.values()):
+        for x in settled:
+            x._part = x._part.settled()
+        wrappers.clear()
+        local_args, local_kwargs = _unwrapped(args, kwargs, wrappers)
     if domains_met.get():
         _note(wrappers)
     parts = [wrapper._part for wrapper in wrappers.values()]
@@ -369,7 +374,14 @@ def _read(value: Any) -> Any:
         return type(value)(map(_read, value))
     if isinstance(value, Subdomain | Tensor):
         return value
-    return value.read() if _is_part(value) else value
+    return read_only(value.read()) if _is_part(value) else value
+
+
+def _unwrapped(
+    args: Sequence[Any], kwargs: dict[str, Any], wrappers: dict[int, DomainTensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    local_args = tuple([_unwrap(a, wrappers) for a in args])
+    return local_args, {k: _unwrap(v, wrappers) for k, v in kwargs.items()} if kwargs else {}
 
 
 def _unwrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:

@@ -11,7 +11,9 @@ from lightning_shard.domain.local_group import after
 from lightning_shard.ops.become import BecameSplit, is_shared
 from lightning_shard.ops.registry import Rule, changes_first, run_rule
 from lightning_shard.processes.torch_private.internals import accessors, in_transform
+from lightning_shard.tensor.gathering import split_in
 from lightning_shard.tensor.met import SplitInTransform
+from lightning_shard.tensor.settle import unsettled
 from lightning_shard.tensor.tensor import checked_call, on_parts, swapped
 from lightning_shard.tiles.call_inputs import Inputs
 from lightning_shard.tiles.operation import Call
@@ -37,6 +39,10 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule, args, kwargs = checked_call(func, args, kwargs, TileTensor)
     if rule is not None and rule.composes:
         return run_rule(rule, func, args, kwargs)
+    for x in unsettled(func, args, kwargs, split_in([args, kwargs], TileTensor)):
+        with torch.enable_grad():
+            made = by_rule(Tensor.clone, (x,), {})
+        swapped(x, made, "a spectrum that autograd has saved cannot be computed; take its clone()")
     # functions of nn.init name their first argument
     writes = bool(args) and (func is Tensor.__setitem__ or changes_first(func, args, kwargs))
     if writes and isinstance(args[0], Tensor) and not isinstance(args[0], TileTensor):

@@ -5,7 +5,7 @@ the assignment; the inverse transform reads the recorded modes, and nothing else
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.subdomain import Seen, Subdomain
 from lightning_shard.ops.view.entries import expanded_index
 
 Positions = range | tuple[int, ...]
@@ -22,10 +22,14 @@ Positions = range | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Write:
-    """Modes assigned to a canvas: `modes` stand at `positions` of each dim."""
+    """Modes assigned to a canvas: `modes` stand at `positions` of each dim.
+
+    They are not copied before the inverse transform reads them; `seen` tells a write in between.
+    """
 
     modes: Subdomain
     positions: tuple[Positions, ...]
+    seen: Seen
 
 
 @dataclass
@@ -77,6 +81,23 @@ class Canvas:
             "only an inverse transform can follow an assignment of modes"
         )
 
+    def settled(self) -> Subdomain:
+        """Refused, as `read`."""
+        return self.read()
+
+    def written(self) -> list[Write]:
+        """Return the assignments, for an inverse transform.
+
+        Raises:
+            UnsupportedOperationError: Modes were written after they were assigned.
+        """
+        if any(write.seen.is_stale for write in self.writes):
+            raise UnsupportedOperationError(
+                "modes were assigned to a spectrum, and written in place since: torch would show "
+                "the old values. Assign modes.clone()"
+            )
+        return self.writes
+
     def assign(self, index: Any, value: Subdomain) -> None:
         """Record that modes were assigned to a slice; nothing travels yet."""
         entries = expanded_index(len(self.shape), index)
@@ -92,23 +113,29 @@ class Canvas:
         for write in self.writes:
             if all(set(a) & set(b) for a, b in zip(write.positions, positions, strict=True)):
                 raise UnsupportedOperationError("two assignments of modes to the same place")
-        self.writes.append(Write(value.like(value.local.to(self.dtype)), positions))
+        modes = without_lost_graph(value.local.to(self.dtype))
+        self.writes.append(Write(value.like(modes), positions, Seen.of(modes)))
 
     def moved_by(self, order: dict[int, Callable[[Positions], Positions]]) -> "Canvas":
         """Return a canvas that has at index i what is at index order(i) of this one."""
         writes = [
-            Write(
-                w.modes,
-                tuple(
+            replace(
+                w,
+                positions=tuple(
                     _moved(at, self.shape[d], order[d]) if d in order else at
                     for d, at in enumerate(w.positions)
                 ),
             )
-            for w in self.writes
+            for w in self.written()
         ]
         canvas = Canvas.of(self.shape, self.dtype, self.local.device)
         canvas.writes += writes
         return canvas
+
+
+def without_lost_graph(x: Tensor) -> Tensor:
+    """Return what is computed with later, perhaps where gradients are recorded again."""
+    return x.detach() if x.requires_grad and not torch.is_grad_enabled() else x
 
 
 @lru_cache(maxsize=512)

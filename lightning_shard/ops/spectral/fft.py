@@ -5,6 +5,7 @@ Such a lazy spectrum is in spectrum.py.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor
 from lightning_shard.domain.align import gathered
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.masked_rows import global_rows
-from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.subdomain import Seen, Subdomain
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.become import BecameSplit, is_shared
-from lightning_shard.ops.registry import implements, implements_lazily, name_of
-from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write
+from lightning_shard.ops.registry import implements, implements_lazily, name_of, rule_for
+from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write, without_lost_graph
 from lightning_shard.ops.spectral.dft import scale
 from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
 from lightning_shard.ops.view.entries import expanded_index
@@ -69,7 +70,9 @@ def _forward(
         frequencies[-1] = range(extents[-1] // 2 + 1)
     factor = scale(norm, extents, forward=True)
     x = _without_rows_beyond(x, dims, extents)
-    return Spectrum(x, tuple(dims), extents, tuple(frequencies), factor, _complex(x.dtype))
+    x = replace(x, local=without_lost_graph(x.local))
+    shown, seen = _complex(x.dtype), Seen.of(x.local)
+    return Spectrum(x, tuple(dims), extents, tuple(frequencies), factor, shown, seen)
 
 
 def _without_rows_beyond(x: Subdomain, dims: Sequence[int], extents: Sequence[int]) -> Subdomain:
@@ -94,9 +97,9 @@ def _backward(
         x = x.read()
     if isinstance(x, Subdomain):
         x = x if x.dtype.is_complex else x.like(x.local.to(_complex(x.dtype)))
-        writes = [Write(x, tuple(map(range, x.shape)))]
+        writes = [Write(x, tuple(map(range, x.shape)), Seen.of(x.local))]
     else:
-        writes = [_in_order(write, x.shape, dims) for write in x.writes]
+        writes = [_in_order(write, x.shape, dims) for write in x.written()]
     if not writes:
         raise UnsupportedOperationError("an inverse transform of a spectrum without modes")
     return inverse(writes, dims, extents, norm, one_sided)
@@ -114,7 +117,7 @@ def _in_order(write: Write, shape: Sequence[int], dims: Sequence[int]) -> Write:
             )
         order = sorted(range(len(at)), key=at.__getitem__)
         modes, positions[d] = take_rows(modes, d, torch.tensor(order)), range(shape[d])
-    return Write(modes, tuple(positions))
+    return replace(write, modes=modes, positions=tuple(positions))
 
 
 def _call(
@@ -164,6 +167,9 @@ def lazy_shift(func: Callable[..., Any], x: Lazy, dim: Any = None) -> Lazy | Sub
             others.append(d)
         else:
             x = x.moved_by({d: _rotation(func)})
+    if isinstance(x, Spectrum):
+        x.refuse_stale()
+        x = replace(x, given=[])
     return shift(func, x.read(), others) if others else x
 
 
@@ -196,14 +202,30 @@ def lazy_getitem(func: Callable[..., Any], x: Lazy, index: Any) -> Any:
     """Slices along transformed dims choose frequencies; the modes are then computed."""
     if isinstance(x, Canvas):
         raise UnsupportedOperationError("reading a spectrum to which modes were assigned")
-    entries = expanded_index(x.ndim, index)
-    slices: dict[int, slice] = {d: e for d, e in enumerate(entries) if isinstance(e, slice)}
-    if len(slices) == len(entries):
-        x = x.moved_by({d: lambda kept, e=e: kept[e] for d, e in slices.items() if d in x.dims})
-        entries = [slice(None) if d in x.dims else e for d, e in enumerate(entries)]
-    if all(entry == slice(None) for entry in entries):
-        return x.read()
-    return getitem(func, x.read(), tuple(entries))
+    slices: list[slice] = expanded_index(x.ndim, index)
+    modes = x.moved_by({d: functools.partial(_chosen, slices[d]) for d in x.dims}).read()
+    others = tuple(slice(None) if d in x.dims else e for d, e in enumerate(slices))
+    if any(entry != slice(None) for entry in others):
+        modes = getitem(func, modes, others)
+    if x.strides is not None:
+        steps = [step * (entry.step or 1) for step, entry in zip(x.strides, slices, strict=True)]
+        modes = replace(modes, strides=tuple(steps))
+    x.given.append(Seen.of(modes.local))
+    return modes
+
+
+def _chosen(entry: slice, kept: Positions) -> Positions:
+    return kept[entry]
+
+
+def is_served_lazily(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Return whether a function takes lazy spectra; for others all modes are computed before."""
+    if func is Tensor.__getitem__:
+        entries = expanded_index(args[0].ndim, args[1])
+        return all(isinstance(entry, slice) for entry in entries)
+    if func is Tensor.__setitem__ and isinstance(getattr(args[0], "_part", None), Spectrum):
+        return False
+    return rule_for(func, lazy=True) is not None
 
 
 @implements_lazily(Tensor.__setitem__)
@@ -231,8 +253,11 @@ def lazy_convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) ->
     """Convert the modes that a spectrum computes; they travel when they are read."""
     if not isinstance(x, Spectrum):
         raise UnsupportedOperationError("conversion of a spectrum to which modes were assigned")
-    x = x.read()
-    return x.like(func(x.local, *args, **kwargs))
+    modes = x.read()
+    converted = func(modes.local, *args, **kwargs)
+    if converted is modes.local:  # torch gives the spectrum itself
+        x.given.append(Seen.of(converted))
+    return modes.like(converted)
 
 
 def _complex(dtype: torch.dtype) -> torch.dtype:

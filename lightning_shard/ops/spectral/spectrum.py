@@ -1,12 +1,12 @@
 """Lazy spectra: a Fourier transform of a split tensor computes only the modes that are read.
 
 `torch.fft.rfftn` of a split tensor returns a `Spectrum` that remembers its source. Shifting and
-slicing it are index arithmetic on lists of frequencies; whatever else touches it reads it. Reading
-k modes of a split dim multiplies the slab by its columns of the truncated DFT matrix and
-reduce-scatters the partial sums over modes, so the bytes sent do not depend on the resolution; what
-is hardly truncated is transposed and takes an FFT (ops/spectral/cost.py decides). Modes are split
-along the same dims as the field was, so each rank multiplies its own modes by its own slice of the
-weights. The inverse transform takes the same steps backwards.
+slicing it are index arithmetic on lists of frequencies. Whatever else touches it computes all of
+it. Reading k modes of a split dim multiplies the slab by its columns of the truncated DFT matrix
+and reduce-scatters the partial sums over modes, so the bytes sent do not depend on the resolution;
+what is hardly truncated is transposed and takes an FFT (ops/spectral/cost.py decides). Modes are
+split along the same dims as the field was, so each rank multiplies its own modes by its own slice
+of the weights. The inverse transform takes the same steps backwards.
 """
 
 import math
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from lightning_shard.domain.align import one_factor, whole
 from lightning_shard.domain.comm import transpose
+from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import scatter_sum
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Layout, part_sizes
-from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.subdomain import Seen, Subdomain
 from lightning_shard.ops.spectral.canvas import Positions, Write
 from lightning_shard.ops.spectral.cost import asked_method
 from lightning_shard.ops.spectral.dft import Steps, analyse, highest, scale, synthesise
@@ -43,7 +44,9 @@ class Spectrum:
         frequencies: Frequencies of each of `dims`, in the order in which indices show them.
         factor: Factor of the sums.
         dtype: The complex dtype that is shown.
+        seen: The state of the source when it was transformed.
         begun: The first steps of earlier reads, for reads that share them.
+        given: The slices that were read, which are views of it in torch.
     """
 
     source: Subdomain
@@ -52,9 +55,11 @@ class Spectrum:
     frequencies: tuple[Positions, ...]
     factor: float
     dtype: torch.dtype
+    seen: Seen = field(compare=False, repr=False)
     begun: dict[object, Subdomain] = field(
         default_factory=dict[object, Subdomain], compare=False, repr=False
     )
+    given: list[Seen] = field(default_factory=list[Seen], compare=False, repr=False)
     lazy: ClassVar[bool] = True
 
     @property
@@ -80,6 +85,14 @@ class Spectrum:
         """The split of the field that is transformed."""
         return self.source.layout
 
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """The strides that torch's transform has; None where they depend on its library."""
+        is_last = self.dims == tuple(range(self.ndim - len(self.dims), self.ndim))
+        if not (is_last and self.source.is_in_order):
+            return None
+        return Layout.of(self.shape, {}, self.layout.grid).strides
+
     def moved_by(self, order: dict[int, Callable[[Positions], Positions]]) -> "Spectrum":
         """Another order or choice of the frequencies along some of the transformed dims."""
         assert order.keys() <= set(self.dims), "only frequencies have another order"
@@ -89,8 +102,38 @@ class Spectrum:
         )
         return replace(self, frequencies=frequencies)
 
+    def refuse_stale(self) -> None:
+        """Raise where torch would show other values than those that are computed now.
+
+        Raises:
+            UnsupportedOperationError: The source was written, or a slice that was read.
+        """
+        if self.seen.is_stale:
+            raise UnsupportedOperationError(
+                "a transform is computed where it is read, and its field was written in place "
+                "since: torch would show that of the old values. Transform x.clone(), or take "
+                "spectrum.clone() before the write"
+            )
+        if any(slice_.is_stale for slice_ in self.given):
+            raise UnsupportedOperationError(
+                "a slice of a spectrum is a copy, and was written in place: torch would show the "
+                "new values in the spectrum. Assign with spectrum[index] = values, or write into "
+                "a clone() of the slice"
+            )
+
+    def settled(self) -> Subdomain | None:
+        """Compute all modes with the graph that they had; None where slices were read before.
+
+        A tensor that keeps what this returns can be written, and has views.
+        """
+        if self.given:
+            return None
+        with torch.inference_mode(self.source.local.is_inference()), torch.enable_grad():
+            return self.read()
+
     def read(self) -> Subdomain:
         """Return the modes, split along the dims along which the source is split."""
+        self.refuse_stale()
         x = self.source
         for dim in self.dims:
             x = one_factor(x, dim)
@@ -107,7 +150,7 @@ class Spectrum:
         for dim in self.dims:
             if y.layout.axes(dim) != x.layout.axes(dim):  # partial sums
                 y = scatter_sum(y, dim, x.layout.axes(dim))
-        return y.like(y.local.to(self.dtype))
+        return Subdomain(y.local.to(self.dtype), y.layout, y.domain, None, self.strides)
 
 
 def inverse(
