@@ -19,6 +19,7 @@ from lightning_shard.ops.view.lookup import looked_up
 from lightning_shard.ops.view.mask import masked_rows, nonzero
 from lightning_shard.ops.view.permute import permuted
 from lightning_shard.ops.view.reshape import unsqueeze
+from lightning_shard.processes.torch_private.internals import views_replayed
 from lightning_shard.processes.torch_private.typed import integers
 
 _ALL = slice(None)
@@ -45,7 +46,8 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
     moved = route_of(x, dim, needs).moves
     local = fetch(x, dim, needs)
     if rows.step > 1:
-        local = local[(slice(None),) * dim + (slice(None, None, rows.step),)]
+        with views_replayed(layout.leaves_empty):  # see domain/empty_ranks.py
+            local = local[(slice(None),) * dim + (slice(None, None, rows.step),)]
     index = (slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)
     return x.copy(local, layout, strides, moved=moved, index=index)
 

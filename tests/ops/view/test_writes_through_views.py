@@ -316,3 +316,15 @@ def _refuses(write, view, tensors: list[Tensor]) -> bool:
     except (RuntimeError, UnsupportedOperationError):
         return True
     return False
+
+
+@pytest.mark.spmd(3)
+def test_every_second_row_written_of_as_many_rows_as_ranks():
+    """One rank has none of them; its second backward pass sends what those of the others send."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        y[..., ::2].mul_(3)
+        return y
+
+    assert_double_backward(function, [(3, 3)], {0: [1]}, mesh_of(3))
