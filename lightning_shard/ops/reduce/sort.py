@@ -30,38 +30,48 @@ _ONE_ROW = f"{_ORDERED}, or it is the only one"
 @implements(torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, limits=_ONE_ROW)
 def sort(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
     """Sort along a whole dim; of one long split row, rows travel to their places in the order."""
-    return _ordered_along(func, x, _named_dim(args, kwargs, -1), *args, **kwargs)
+    return _sorted_along(func, x, _named_dim(args, kwargs, -1), *args, **kwargs)
 
 
 @implements(torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin, limits=_ORDERED)
 def ordered(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
     """Apply a function along one whole dim that keeps the shape."""
-    return _ordered_along(func, x, _named_dim(args, kwargs, -1), *args, **kwargs)
+
+    def extremes(rows: Tensor) -> Any:
+        found = func(rows, *args, **kwargs)
+        # of nothing torch's gradient has no graph, and a second backward pass would lack it
+        return found if rows.numel() else type(found)((rows.clone(), found.indices))
+
+    return _ordered_along(func, x, _named_dim(args, kwargs, -1), extremes)
 
 
 @implements(torch.msort, Tensor.msort, limits=_ONE_ROW)
 def msort(func: Callable[..., Any], x: Subdomain) -> Any:
     """Sort along the first dim; the same travels as for `sort`."""
-    return _ordered_along(func, x, 0)
+    return _sorted_along(func, x, 0)
 
 
-def _ordered_along(
+def _sorted_along(
     func: Callable[..., Any], x: Subdomain, along: int | None, *args: Any, **kwargs: Any
 ) -> Any:
     d = _sorted_dim(func, x, along)
-    if func in _SORTS and _is_one_row(x, d):
+    if _is_one_row(x, d):
         return _sorted_row(func, x, d, descending=_is_descending(args, kwargs))
+    return _ordered_along(func, x, along, lambda rows: func(rows, *args, **kwargs))
+
+
+def _ordered_along(
+    func: Callable[..., Any], x: Subdomain, along: int | None, of_rows: Callable[[Tensor], Any]
+) -> Any:
+    d = _sorted_dim(func, x, along)
     other = _spare_dim(func, x, d)
     turned = x if other is None else split_moved(x, d, other)
-    found = func(turned.local, *args, **kwargs)
+    found = of_rows(turned.local)
 
     def own(value: Tensor) -> Subdomain:
         return turned.like(value) if other is None else split_moved(turned.like(value), other, d)
 
     return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
-
-
-_SORTS = {torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.msort, Tensor.msort}
 
 
 def _is_one_row(x: Subdomain, dim: int) -> bool:

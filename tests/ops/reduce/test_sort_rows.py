@@ -169,3 +169,13 @@ def test_statistics_of_nothing_and_wrong_arguments():
             call()
     with pytest.raises(RuntimeError, match=r"range \[0, 1\]"):
         lightning_shard.shard(torch.ones(4), mesh_of(3), 0).quantile(1.5)
+
+
+@pytest.mark.spmd(3)
+def test_second_derivatives_of_running_extremes_where_a_rank_has_no_rows():
+    """Two columns are split in place of the rows; the third rank has none."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sin().cummax(0)[0], x.cummin(0).values
+
+    assert_double_backward(function, [(6, 2)], {0: [0]}, mesh_of(3))
