@@ -206,6 +206,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
             )
         parameters.mend_optimizers([optimizer], nn.ModuleList(self._modules), self._moved)
         if self.world_size > 1:
+            self.processes.compare_optimizers([optimizer], check=self.peers.check)
             step_by_mean_loss([optimizer])
         return optimizer
 

@@ -32,6 +32,7 @@ from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.host import SubprocessScriptLauncher
 from lightning_shard.trainer.notebook import NotebookLauncher
+from lightning_shard.trainer.same_optimizers import facts_of_optimizers, facts_of_schedules
 
 # Ranks that differ in these would call other collectives, or train other weights.
 TRAINER_OPTIONS = (
@@ -218,6 +219,22 @@ class ProcessMesh:
                 timeout_s=self.timeout_s,
                 check=check,
             )
+
+    def compare_optimizers(
+        self, optimizers: Sequence[Any], schedules: Sequence[Any] = (), *, check: Check
+    ) -> None:
+        """Raise on all ranks if their optimizers differ: their weights would drift apart.
+
+        Args:
+            optimizers: The optimizers of one program, in its order.
+            schedules: Lightning's configs of schedules of learning rates.
+            check: Raises if one of the ranks that are waited for does not come any more.
+
+        Raises:
+            ValueError: Two ranks differ in a class, in the parameters, or in an option.
+        """
+        same = facts_of_optimizers(optimizers) | facts_of_schedules(schedules)
+        self.compare("optimizers", same, check=check)
 
 
 def domain_that_is_left(world: int, data: int | Literal["auto"]) -> tuple[int, ...]:

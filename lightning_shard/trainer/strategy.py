@@ -295,6 +295,8 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
             super().setup_optimizers(trainer)
         parameters.mend_optimizers(self.optimizers, self._module, self._moved)
         if self.world_size > 1:
+            alike = self.optimizers, self.lr_scheduler_configs
+            self.processes.compare_optimizers(*alike, check=self.peers.check)
             self.logged.follow_schedulers(trainer)
 
     @override

@@ -11,10 +11,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from lightning_shard import HybridShardStrategy, process_info, start_process_group
+from lightning_shard import (
+    FabricShardStrategy,
+    HybridShardStrategy,
+    process_info,
+    start_process_group,
+)
 from lightning_shard.processes import agreement
 from lightning_shard.processes.agreement import agree
 from lightning_shard.processes.start import join
@@ -221,6 +227,53 @@ def test_different_modules():
         trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))
     module = make("simple_cnn", torch.float32)
     trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))  # nothing is left behind
+
+
+def sgd(parameters, odd):
+    return torch.optim.SGD(parameters, lr=0.1 + odd)
+
+
+def sgd_or_adam(parameters, odd):
+    return (torch.optim.Adam if odd else torch.optim.SGD)(parameters, lr=0.1)
+
+
+def of_some(parameters, odd):
+    return torch.optim.SGD(parameters[odd:], lr=0.1)
+
+
+def scheduled(parameters, odd):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1 + odd)]
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("make_optimizers", "expected"),
+    [
+        (sgd, r"lr of optimizer 0 \(group 0\) is 0.1 on rank 0 and 1.1 on rank 1"),
+        (sgd_or_adam, "the class of optimizer 0 is SGD on rank 0 and Adam on rank 1"),
+        (of_some, r"the number of parameters of optimizer 0 \(group 0\) is"),
+        (scheduled, "step_size of schedule 0 is 1 on rank 0 and 2 on rank 1"),
+    ],
+)
+def test_different_optimizers(make_optimizers, expected):
+    """Their weights would drift apart."""
+    module = make("simple_cnn", torch.float32)
+    made = make_optimizers([*module.parameters()], dist.get_rank())
+    module.configure_optimizers = lambda: made
+    with pytest.raises(ValueError, match=expected):
+        trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))
+
+
+@pytest.mark.spmd(2)
+def test_different_optimizers_of_fabric():
+    fabric = Fabric(
+        strategy=FabricShardStrategy(domain_parallel_size=2), accelerator="cpu", devices=2
+    )
+    fabric.launch()
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"momentum of optimizer 0 \(group 0\) is 0.0 on"):
+        fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1, dist.get_rank() / 2))
 
 
 @pytest.mark.spmd(2)

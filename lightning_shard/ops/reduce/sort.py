@@ -39,7 +39,7 @@ def ordered(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -
 
     def extremes(rows: Tensor) -> Any:
         found = func(rows, *args, **kwargs)
-        # of nothing torch's gradient has no graph, and a second backward pass would lack it
+        # torch's gradient of nothing has no graph, which a second backward pass would lack
         return found if rows.numel() else type(found)((rows.clone(), found.indices))
 
     return _ordered_along(func, x, _named_dim(args, kwargs, -1), extremes)
