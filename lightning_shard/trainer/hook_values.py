@@ -13,6 +13,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.data.tree import map_leaves
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.wire import BEFORE_EXCHANGE
 from lightning_shard.fsdp.rank_barrier import wait_for_ranks
+from lightning_shard.fsdp.refuse_shards import BEFORE_SHARD_EXCHANGE
 from lightning_shard.fsdp.same_blocks import order_of
 from lightning_shard.lightning import DummyLogger, LightningModule, rank_zero_warn
 from lightning_shard.ops.elementwise.show import MAY_READ_VALUES
@@ -53,6 +56,14 @@ class HookValues:
         self._module = module
         self.reads: Counter[str] = Counter()
         self.gathered_bytes: Counter[str] = Counter()
+
+    def begin(self, until_end: ExitStack) -> None:
+        """Take part, until the stage ends, in what reads values and exchanges rows and shards."""
+        waits = self.wait_in_hooks, self.wait_for_shards
+        variables: Any = (MAY_READ_VALUES, BEFORE_EXCHANGE, BEFORE_SHARD_EXCHANGE)
+        for variable, value in zip(variables, (self, *waits), strict=True):
+            until_end.callback(variable.set, variable.get())  # perhaps in a thread
+            variable.set(value)
 
     @property
     def _hook(self) -> str:

@@ -20,11 +20,9 @@ from typing_extensions import override
 
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch
-from lightning_shard.domain.wire import BEFORE_EXCHANGE
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.plain_gradients import leave_plain_gradients
-from lightning_shard.fsdp.refuse_shards import BEFORE_SHARD_EXCHANGE
 from lightning_shard.lightning import (
     LightningModule,
     ParallelStrategy,
@@ -39,7 +37,6 @@ from lightning_shard.lightning import (
     rank_zero_info,
 )
 from lightning_shard.ops.elementwise.random import use_exact_random
-from lightning_shard.ops.elementwise.show import MAY_READ_VALUES
 from lightning_shard.processes.mesh import share_mesh
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import process_mesh
@@ -280,11 +277,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
             self._while_set_up.enter_context(use_exact_random(self.exact_random))
         if self.world_size > 1:
             self.hook_values = HookValues(self._module)
-            waits = self.hook_values.wait_in_hooks, self.hook_values.wait_for_shards
-            variables: Any = (MAY_READ_VALUES, BEFORE_EXCHANGE, BEFORE_SHARD_EXCHANGE)
-            for variable, value in zip(variables, (self.hook_values, *waits), strict=True):
-                self._while_set_up.callback(variable.set, variable.get())  # perhaps in a thread
-                variable.set(value)
+            self.hook_values.begin(self._while_set_up)
             give_whole_to(trainer.loggers)
         self.barrier("HybridShardStrategy.setup")
 
