@@ -69,7 +69,7 @@ from lightning_shard.ops.attention.ring import Ring, ring_attention
 from lightning_shard.ops.autocast import cast_for, without_autocast
 from lightning_shard.ops.dense.linear import einsum
 from lightning_shard.ops.elementwise.dropout import dropout
-from lightning_shard.ops.elementwise.random import alike, is_exact, own_random_state
+from lightning_shard.ops.elementwise.random import alike, draws_exactly, own_random_state
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_private.internals import left_aligned
 
@@ -193,7 +193,7 @@ def _with_all_keys(
         raise UnsupportedOperationError("dropout in forward mode; take a dropout of 0")
     if in_forward_mode() and not is_empty:
         return _weights(q, k, mask, is_causal=is_causal, **options) @ _of_each_head(v, q)
-    if dropout_p and is_exact():
+    if dropout_p and draws_exactly(weights):
         return _dropped_as_one(weights, (q, k, v, mask), dropout_p, is_causal=is_causal, **options)
     with own_random_state(weights) if dropout_p else nullcontext():  # also on a rank without rows
         if is_empty:

@@ -7,6 +7,9 @@ generator of their own, seeded by that seed and the place of this rank's part.
 Inside `with use_exact_random():` they are those of one process: every rank draws the numbers of the
 whole tensor, in the order of its memory, and keeps its part. Where that order is not known and
 some rank has one row of a dim, it draws them row by row.
+
+What backward computes again, as `torch.utils.checkpoint` does, draws as the forward pass did: the
+generators are in the same state again, and the mode of each draw is known by that state.
 """
 
 import contextlib
@@ -23,6 +26,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
+from lightning_shard.processes.torch_private.internals import backward_pass
 
 Operand = Subdomain | Tensor
 
@@ -34,7 +38,10 @@ Draw = Callable[[Tensor, torch.Generator | None], Any]
 # a variable of the process, not a ContextVar: backward, which may draw again, runs in threads
 # that inherit no context
 _exact = False
-PROCESS_STATE = {"_exact": _exact}  # each process has its own
+# a hash of the state of the generators before a draw of the forward pass -> whether it was exact
+_drawn_exactly: dict[int, bool] = {}
+PROCESS_STATE = {"_exact": _exact, "_drawn_exactly": _drawn_exactly}  # each process has its own
+_MOST_DRAWS = 2**17  # forgotten are the first ones
 
 
 class use_exact_random:  # noqa: N801 - read as a function
@@ -48,7 +55,8 @@ class use_exact_random:  # noqa: N801 - read as a function
     (`torch.bernoulli`, `torch.normal`).
 
     The mode holds for the whole process, in all its threads, and is what it was before once the
-    block ends. A call without `with` sets it for good; that is deprecated.
+    block ends. What was drawn inside and is computed again in backward, after the block, is drawn
+    as it was. A call without `with` sets the mode for good; that is deprecated.
 
     Args:
         mode: True to draw the numbers of one process.
@@ -84,14 +92,32 @@ class use_exact_random:  # noqa: N801 - read as a function
             )
 
 
-def is_exact() -> bool:
-    """Return whether random numbers are those of one process, see `use_exact_random`."""
+def draws_exactly(x: Subdomain, generator: torch.Generator | None = None) -> bool:
+    """Return whether the next numbers for `x` are those of one process, see `use_exact_random`."""
+    return x.domain.decides(lambda: _mode_of_draw(generator, x.local.device))
+
+
+def _mode_of_draw(generator: torch.Generator | None, device: torch.device) -> bool:
+    """Return the mode of a draw in forward, and the same where backward draws once more."""
+    if generator is not None:
+        states = [generator.get_state()]
+    else:
+        states = [torch.get_rng_state()]
+        if device.type not in ("cpu", "meta"):
+            states.append(torch.get_device_module(device).get_rng_state(device))
+    key = hash(tuple(state.numpy().tobytes() for state in states))
+    if backward_pass() != -1:
+        return _drawn_exactly.get(key, _exact)
+    _drawn_exactly.pop(key, None)
+    _drawn_exactly[key] = _exact
+    if len(_drawn_exactly) > _MOST_DRAWS:
+        del _drawn_exactly[next(iter(_drawn_exactly))]
     return _exact
 
 
 def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> torch.Generator:
     """Make a generator for this rank's part of a tensor that is split as `x`."""
-    if _exact:
+    if draws_exactly(x, generator):
         raise UnsupportedOperationError(
             "it has no random numbers equal to those of one process, as use_exact_random asks for"
         )
@@ -128,7 +154,7 @@ def alike(
 def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) -> Tensor:
     """Draw this rank's part of the random numbers that `draw` writes into a tensor like `x`."""
     local = x.local.detach()
-    if not _exact:
+    if not draws_exactly(x, generator):
         result = torch.empty_like(local)
         draw(result, own_generator(x, generator))
         return result
@@ -183,7 +209,7 @@ def fill_randomly(
     **kwargs: Any,
 ) -> Subdomain:
     """Fill this rank's part with random numbers in place; nothing travels."""
-    if not _exact:
+    if not draws_exactly(x, generator):
         args = tuple(local_part(a, x.layout) if _is_tensor(a) else a for a in args)
         return x.like(func(x.local, *args, **kwargs, generator=own_generator(x, generator)))
     args = tuple(gathered(a) if isinstance(a, Subdomain) else a for a in args)
@@ -222,7 +248,7 @@ def rrelu(
     inplace: bool = False,
 ) -> Subdomain:
     """The slopes of negative elements are random; one process draws none for the others."""
-    if training and _exact:
+    if training and draws_exactly(x):
         given = gathered(x)
         with alike(x, None, given.device):
             whole = torch.rrelu(given, lower, upper, True)
@@ -255,7 +281,7 @@ def _elementwise(
 ) -> Subdomain:
     """Random numbers whose distribution the elements of `operands` give."""
     first = next(o for o in operands if isinstance(o, Subdomain))
-    if _exact:
+    if draws_exactly(first, generator):
         wholes = [gathered(o) if isinstance(o, Subdomain) else o for o in operands]
         with alike(first, generator, first.local.device):
             numbers = draw(*wholes, generator)

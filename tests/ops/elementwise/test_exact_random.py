@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from lightning_shard import HybridShardStrategy, UnsupportedOperationError
+from lightning_shard import HybridShardStrategy, Tiles, UnsupportedOperationError
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.ops.attention.rule import _dropped_as_one
 from lightning_shard.ops.elementwise import random
@@ -229,3 +229,47 @@ def test_backward_in_another_thread_draws_the_same():
     """As on a GPU, whose backward runs in a thread of autograd's."""
     with lightning_shard.use_exact_random(), ThreadPoolExecutor(1) as other:
         assert other.submit(lambda: random._exact).result()
+
+
+def dropped_block(x):
+    with torch.no_grad():
+        noise = torch.randn_like(x)
+    return F.rrelu(nn.Dropout2d(0.4)(x * noise), training=True) * torch.bernoulli(x.sigmoid())
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_backward_draws_again_as_forward_did(exact, reentrant):
+    """What is computed again has the numbers that it had, also on the other side of the block."""
+    x = torch.randn(SHAPE, dtype=torch.float64)
+    for places in (mesh_of(2), Tiles((2,))):
+        gradients = []
+        for again in (False, True):
+            field = lightning_shard.shard(x, places, 2).clone().requires_grad_()
+            torch.manual_seed(3)
+            with lightning_shard.use_exact_random(exact):
+                if again:
+                    found = checkpoint(dropped_block, field, use_reentrant=reentrant)
+                else:
+                    found = dropped_block(field)
+            if again:  # a forward pass without backward changes nothing of it
+                with lightning_shard.use_exact_random(not exact):
+                    dropped_block(field)
+            with lightning_shard.use_exact_random(again is not exact):
+                found.square().sum().backward()
+            gradients.append(lightning_shard.gather(field.grad))
+        assert torch.equal(*gradients)
+
+
+@pytest.mark.spmd(2)
+def test_what_only_backward_draws_follows_the_block():
+    """Such as the noise that a hook adds to a gradient."""
+    x = torch.randn(SHAPE, dtype=torch.float64)
+    split = lightning_shard.shard(x, mesh_of(2), 2).clone().requires_grad_()
+    split.register_hook(lambda g: g + torch.randn_like(g))
+    torch.manual_seed(3)
+    wanted = 1 + torch.randn_like(x)
+    torch.manual_seed(3)
+    exactly(split.sum().backward)
+    assert torch.equal(lightning_shard.gather(split.grad), wanted)
