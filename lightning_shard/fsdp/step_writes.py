@@ -46,6 +46,7 @@ class Gathered:
         self._memory: dict[Tensor, Tensor] = {}  # into which FSDP2 gathers
         self._begun: dict[Tensor, tuple[bool, int]] = {}  # whether it is trained, and its version
         self._slices: dict[Tensor, tuple[slice, ...]] = {}  # slices of the whole, by shard
+        self._values: dict[Tensor, Tensor] = {}  # in a loop, this rank's part as it was gathered
         self.frozen_in_step: set[Tensor] = set()  # whole parameters that the step switched off
         self._in_step = self._keeps = False
         self.in_loop = False  # a loop of the user's own calls the module, and may write after it
@@ -142,7 +143,7 @@ class Gathered:
 
     def shard_again(self) -> None:
         """Shard what a forward has left whole, with what a loop has written into it since."""
-        self.keep_writes(all_of_them=False)
+        self.keep_writes_of_loop()
         for block in self._blocks:
             block.reshard()
 
@@ -153,6 +154,8 @@ class Gathered:
                 copy_attributes(shard, whole)
             self._memory[whole] = whole.detach()
             self._begun[whole] = whole.requires_grad, version_of(whole)
+            if self.in_loop:
+                self._values[whole] = whole.detach()[self._slice(shard)].clone()
 
     @torch.no_grad()
     def refuse_writes(self) -> None:
@@ -173,7 +176,7 @@ class Gathered:
             # p.data.mul_() leaves no trace but the values
             if (
                 version_of(whole) != version
-                or storage_key(self._memory[whole]) != storage_key(whole)
+                or self._is_moved(whole)
                 or (whole.dtype == shard.dtype and self._differs(whole, shard))
             ):
                 raise RuntimeError(
@@ -188,24 +191,38 @@ class Gathered:
         return any(at and whole.requires_grad and not at[0] for whole, at in begun)
 
     @torch.no_grad()
-    def keep_writes(self, *, all_of_them: bool = True) -> None:
-        """Write what the whole parameters are into their shards.
-
-        Args:
-            all_of_them: False: only those that count a write, as `p.data.mul_()` does not.
-        """
+    def keep_writes(self) -> None:
+        """Write what the whole parameters are into their shards."""
         for whole, shard in self.pairs():
-            if whole not in self._begun:  # it is gathered since, and nobody has written
+            if whole in self._begun:  # others are gathered since, and nobody has written
+                self._keep(whole, shard)
+
+    @torch.no_grad()
+    def keep_writes_of_loop(self) -> None:
+        """Write into the shards what a loop has written into whole parameters since a forward."""
+        for whole, shard in self.pairs():
+            if whole not in self._values:
                 continue
-            if whole.requires_grad != self._begun[whole][0]:
-                shard.requires_grad_(whole.requires_grad)
-            if not all_of_them and version_of(whole) == self._begun[whole][1]:
-                continue
-            local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-            local.copy_(whole[self._slice(shard)])
-            if storage_key(self._memory[whole]) != storage_key(whole):  # p.data = value
-                whole.data = self._memory[whole]  # FSDP2 gathers into it, and frees it
-            self._begun[whole] = whole.requires_grad, version_of(whole)
+            # p.data.mul_() leaves no trace but the values, and a rank's part may have none
+            now, before = whole[self._slice(shard)], self._values[whole]
+            if self._is_moved(whole) or not _same(now, before):
+                before.copy_(now)
+                self._keep(whole, shard)
+            else:
+                self._keep_training(whole, shard)
+
+    def _keep_training(self, whole: Tensor, shard: Any) -> None:
+        """Train the shard as the whole parameter is trained now."""
+        if whole.requires_grad != self._begun[whole][0]:
+            shard.requires_grad_(whole.requires_grad)
+        self._begun[whole] = whole.requires_grad, version_of(whole)
+
+    def _keep(self, whole: Tensor, shard: Any) -> None:
+        """Write what a whole parameter is into its shard."""
+        shard.to_local().copy_(whole[self._slice(shard)])
+        if self._is_moved(whole):
+            whole.data = self._memory[whole]  # FSDP2 gathers into it, and frees it
+        self._keep_training(whole, shard)
 
     def part_of(self, gradient: Tensor, shard: Any) -> Tensor:
         """Return the part of a whole gradient that belongs to a shard."""
@@ -214,10 +231,13 @@ class Gathered:
         form = {"shape": shard.shape, "stride": shard.stride()}
         return DTensor.from_local(part, mesh, placements, run_check=False, **form)
 
+    def _is_moved(self, whole: Tensor) -> bool:
+        """Return True after `p.data = value` of a whole parameter."""
+        return storage_key(self._memory[whole]) != storage_key(whole)
+
     def _differs(self, whole: Tensor, shard: Any) -> bool:
         """Return True unless the whole parameter has the values of its shard."""
-        now, local = whole[self._slice(shard)], shard.to_local()
-        return not torch.equal(now.nan_to_num(), local.to(now.dtype).nan_to_num())
+        return not _same(whole[self._slice(shard)], shard.to_local().to(whole.dtype))
 
     def _slice(self, shard: Any) -> tuple[slice, ...]:
         """Return the slices of the whole tensor that this rank's part fills."""
@@ -225,6 +245,11 @@ class Gathered:
             where = local_shape_and_offset(shard.shape, shard.device_mesh, shard.placements)
             self._slices[shard] = tuple(slice(o, o + n) for n, o in zip(*where, strict=True))
         return self._slices[shard]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return True if the values are equal, of which some may be NaN."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:

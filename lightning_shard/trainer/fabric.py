@@ -37,10 +37,10 @@ from lightning_shard.lightning import (
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.ops.elementwise.whole_gradients import whole_gradients_in_loop
 from lightning_shard.processes.errors_together import together
-from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.fabric_modules import (
+    around_backward,
     refuse_unreduced,
     shard_again,
     without_reductions,
@@ -148,7 +148,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         share_seeded_state(self.root_device)
         if self.exact_random is not None:
             self._until_end.enter_context(use_exact_random(self.exact_random))
-        backward = partial(replica_world, self.device_mesh)
+        backward = partial(around_backward, self._modules, self.device_mesh)
         grad = partial(without_reductions, self._modules, self.device_mesh)
         loop = whole_gradients_in_loop(self.domain_mesh, grad, backward)
         self._until_end.enter_context(loop)

@@ -43,6 +43,17 @@ def shard_again(module: nn.Module) -> None:
 
 
 @contextmanager
+def around_backward(modules: Iterable[nn.Module], mesh: DeviceMesh) -> Generator[None]:
+    """Keep what a loop wrote after forward, which FSDP2 forgets; collectives count replicas."""
+    for module in modules:
+        gathered = module.__dict__.get(GATHERED)
+        if gathered is not None:
+            gathered.keep_writes_of_loop()
+    with replica_world(mesh):
+        yield
+
+
+@contextmanager
 def without_reductions(modules: Iterable[nn.Module], mesh: DeviceMesh) -> Generator[None]:
     """Let `torch.autograd.grad` reduce no gradients of modules; collectives count replicas."""
     with ExitStack() as stack:

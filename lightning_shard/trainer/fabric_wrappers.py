@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.checkpoint.state import load_optimizer_state
 from lightning_shard.fsdp.step_writes import GATHERED, Gathered
+from lightning_shard.processes.torch_private.internals import backward_pass
 
 _UNSIZED = (
     "the sampler {} {}, so its samples cannot be divided among the data replicas: give it the "
@@ -39,7 +40,8 @@ class Entered(nn.Module):
         loop writes into parameters meanwhile goes into the shards.
         """
         gathered = self.gathered
-        gathered.keep_writes(all_of_them=False)  # after a call that no backward pass followed
+        if backward_pass() == -1:  # backward calls it once more where a loop recomputes it
+            gathered.shard_again()  # after a call that no backward pass followed
         output = self.module(*args, **kwargs)
         gathered.begin()
         if not torch.is_grad_enabled():

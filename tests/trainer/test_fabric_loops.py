@@ -209,6 +209,69 @@ def test_what_is_written_after_a_forward_stays(trains):
     assert_same_step(fabric, net, opt, alone, x)
 
 
+def by_data(p):
+    p.data.mul_(2)
+
+
+def by_new_data(p):
+    p.data = p.data * 2
+
+
+def without_gradient(p):
+    with torch.no_grad():
+        p.mul_(2)
+
+
+def to_nothing(p):
+    p.data.fill_(float("nan"))
+    p.data.nan_to_num_(0.5)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("write", [by_data, by_new_data, without_gradient, to_nothing])
+@pytest.mark.parametrize("then", ["forward", "backward", "step", "state"])
+def test_what_is_written_without_a_trace_stays(write, then):
+    """Writes through `.data` are not counted, and FSDP2 forgets what it does not hear of."""
+    fabric = fabric_with(sharding="full" if then != "state" else "gradients")
+    raw, x, alone = network(), fields(), network()
+    net, opt = fabric.setup(raw, torch.optim.SGD(raw.parameters(), 0.1))
+    sgd = torch.optim.SGD(alone.parameters(), 0.1)
+    losses = net(own(fabric, x)).square().mean(), alone(x).square().mean()
+    for module in (raw, alone):  # the last bias is not saved for backward
+        write(module[2].bias)
+        if then != "backward" or write is not without_gradient:
+            write(module[0].weight)
+    if then == "backward":
+        fabric.backward(losses[0])
+        losses[1].backward()
+    if then in ("backward", "step"):
+        opt.step()
+        sgd.step()
+    if then == "forward":
+        with torch.no_grad():
+            found = fabric.all_reduce(net(own(fabric, x)).mean())
+            assert_same(found, alone(x).mean())
+    assert_same_weights(net, alone)
+    opt.zero_grad()
+    sgd.zero_grad()
+    assert_same_step(fabric, net, opt, alone, x)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("write", [by_data, without_gradient])
+def test_what_is_written_into_the_parameters_of_an_optimizer_stays(write):
+    """It holds shards, of which the module has gathered the whole parameters."""
+    fabric = fabric_with(sharding="full")
+    raw, x, alone = network(), fields(), network()
+    net, opt = fabric.setup(raw, torch.optim.SGD(raw.parameters(), 0.1))
+    net(own(fabric, x))
+    for p in opt.param_groups[0]["params"]:
+        write(p)
+    for p in alone.parameters():
+        write(p)
+    assert_same_step(fabric, net, opt, alone, x)
+
+
 @pytest.mark.spmd(2)
 def test_layers_that_are_frozen_first_train_after_an_evaluation():
     fabric = fabric_with(sharding="full")
