@@ -6,11 +6,13 @@ Convolution, pooling and unfolding read `window_rows`; their transposes read `sp
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
 import torch.nn.functional as F
 
 from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
 from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.memory_format import selected
 from lightning_shard.domain.subdomain import Subdomain
 
 
@@ -30,8 +32,21 @@ def window_rows(
     padding: int,
     dilation: int = 1,
     fill: float = 0.0,
+    repeats: bool = False,
 ) -> Subdomain:
     """Bring the rows of split `dim` under this rank's windows, with `fill` beyond the edges.
+
+    Args:
+        x: The split tensor.
+        dim: The dim of the rows.
+        output: The rows of the output.
+        kernel: The rows of a window.
+        stride: From the first row of a window to that of the next.
+        padding: The rows beyond each edge.
+        dilation: From one row of a window to the next.
+        fill: The value beyond the edges.
+        repeats: True if a row beyond the first edge is instead a copy of the first row of its
+            windows, which is what a maximum of equal values is taken from.
 
     Returns:
         The local rows, with the layout of the output in `dim`: a window function without padding
@@ -42,9 +57,15 @@ def window_rows(
     window = (kernel, stride, padding, dilation)
     needs, before, rows_and_edges = window_plan(x.shape[dim], layout, dim, window)
     rows = fetch_to_read(x, dim, needs)
-    after = rows_and_edges - before - rows.shape[dim] if rows_and_edges else 0
+    held = rows.shape[dim]
+    after = rows_and_edges - before - held if rows_and_edges else 0
     if before or after:
         rows = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
+    if repeats and before:
+        firsts = [(place - before) % dilation for place in range(before)]
+        places = [before + n if n < held else place for place, n in enumerate(firsts)]
+        places = [*places, *range(before, rows.shape[dim])]
+        rows = selected(rows, dim, torch.tensor(places, device=rows.device))
     return x.like(rows, layout)
 
 

@@ -22,7 +22,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
 from lightning_shard.domain.half import wide_dtype
-from lightning_shard.domain.memory_format import selected
+from lightning_shard.domain.memory_format import format_of, selected
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
@@ -56,7 +56,8 @@ class Kernel:
 class Band:
     """Output row o is the sum over t of `weights[o, t]` times input row `starts[o] + t`.
 
-    Rows from `stops[o]` on are not read for it.
+    Rows from `stops[o]` on are not read for it: row `starts[o]`, which is read again in the place
+    of each, has its weight in equal shares. A share of 0 would make NaN of an infinity.
     """
 
     starts: tuple[int, ...]
@@ -98,7 +99,10 @@ def band(resize: Resize) -> Band:
         weights, used = answers.t().gather(1, near), read.isnan().int().t().gather(1, near)
         first, last = used.argmax(1), period - 1 - used.flip(1).argmax(1)
         taps = first[:, None] + torch.arange(int((last - first).max()) + 1, device=device)
-        weights = weights.gather(1, taps.clamp(max=period - 1)) * (taps < period)
+        is_read = taps <= last[:, None]
+        shares = weights.gather(1, first[:, None]) / (1 + (~is_read).sum(1, keepdim=True))
+        weights = weights.gather(1, taps.clamp(max=period - 1)).where(is_read, shares)
+        weights[:, :1] = shares
     return Band(tuple(integers(base + first)), tuple(integers(base + last + 1)), weights)
 
 
@@ -174,11 +178,13 @@ def interpolate(
     if factors and not recompute_scale_factor:
         scales = list(factors)
     at_once: list[int] = []  # the dims that torch's function interpolates
+    # torch 2.15's antialiased kernel is wrong on the CPU for outputs of width 1, and its bicubic
+    # one reads rows of the other dim with weights of 0
+    never = antialias or (mode == "bicubic" and (x.layout.axes(2) or x.layout.axes(3)))
     for dim in range(2, x.ndim):
-        # torch 2.15's antialiased kernel is wrong on the CPU for outputs of width 1: never use it
         scale = scales[dim - 2]
         repeats = mode == "nearest" and _repeats_own_rows(x, dim, shape[dim], scale)
-        if antialias or (x.layout.axes(dim) and not repeats):
+        if never or (x.layout.axes(dim) and not repeats):
             x = _interpolate_dim(x, dim, shape[dim], scale, kernel)
         else:
             at_once.append(dim)
@@ -218,17 +224,27 @@ def _by_torch(
         layout = layout.with_dim(dim, shape[dim])
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, x.local), layout)
-    if kernel.mode == "bicubic" and len(dims) == 1:
-        # the kernel would read rows of the other dim, too, with weights of 0
-        moved = x.local.movedim(dims[0], -1)
-        rows = moved.flatten(1, 2).unsqueeze(2)
-        made = kernel(rows, shape[dims[0]], scales[dims[0] - 2])
-        made = made.view(*moved.shape[:3], shape[dims[0]])
-        return x.like(made.movedim(-1, dims[0]), layout)
-    given: dict[str, Any] = {"size": layout.local_shape[2:]}
+    others = split = [d for d in range(2, x.ndim) if d not in dims]
+    if kernel.mode.startswith("nearest"):
+        dims, others = range(2, x.ndim), []
+    given: dict[str, Any] = {"size": [layout.local_shape[d] for d in dims]}
     if None not in scales:
-        given = {"scale_factor": [s if d in dims else 1.0 for d, s in enumerate(scales, 2)]}
-    local = F.interpolate(x.local, **given, mode=kernel.mode, align_corners=kernel.align_corners)
+        given = {"scale_factor": [1.0 if d in split else scales[d - 2] for d in dims]}
+    if not others:
+        local = F.interpolate(
+            x.local, **given, mode=kernel.mode, align_corners=kernel.align_corners
+        )
+        return x.like(local, layout)
+    # the kernel would read each row of other dims twice, once with a weight of 0
+    order = [0, 1, *others, *dims]
+    rows = x.local.permute(order)
+    mode = ("linear", "bilinear")[len(dims) - 1]
+    flat = rows.flatten(1, len(others) + 1)
+    made = F.interpolate(flat, **given, mode=mode, align_corners=kernel.align_corners)
+    local = made.view(*rows.shape[: -len(dims)], *made.shape[2:])
+    local = local.permute([order.index(d) for d in range(x.ndim)])
+    if (stored := format_of(x.local)) != torch.contiguous_format:
+        local = local.contiguous(memory_format=stored)
     return x.like(local, layout)
 
 

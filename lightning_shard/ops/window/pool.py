@@ -56,7 +56,7 @@ def _pooled(
     dilation: Any,
     ceil_mode: bool,
 ) -> tuple[Subdomain, Layout, tuple[list[int], ...]]:
-    """Rows to pool, `-inf` beyond the edges of split dims; the output's layout; the windows."""
+    """Rows to pool, also beyond the edges of split dims; the output's layout; the windows."""
     (x,) = cast_for(of_one(func, 1), x)
     kernels, dilations = per_dim(kernel_size, n), per_dim(dilation, n)
     strides, inner = per_dim(stride or kernels, n), per_dim(padding, n)
@@ -66,7 +66,9 @@ def _pooled(
         dim = x.ndim - n + i
         output = pooled_extent(x.shape[dim], k, s, p, d, ceil_mode)
         if x.layout.parts(dim) > 1:
-            x = window_rows(x, dim, output, kernel=k, stride=s, padding=p, dilation=d, fill=fill)
+            x = window_rows(
+                x, dim, output, kernel=k, stride=s, padding=p, dilation=d, fill=fill, repeats=True
+            )
             inner[i] = 0
             layout = layout.with_dims({dim: x.layout.dims[dim]})
         else:
@@ -117,17 +119,28 @@ def max_pool_with_indices(
         dim = input.ndim - n + i
         low, _ = layout.dims[dim][0].bounds(layout.grid)
         firsts.append(low * windows[1][i] - paddings[i] if layout.parts(dim) > 1 else 0)
-    indices = _global_indices(places, x.local.shape[-n:], firsts, input.shape[-n:])
+    indices = _global_indices(places, x.local.shape[-n:], firsts, input.shape[-n:], windows[3])
     return x.like(values, layout), x.like(indices, layout)
 
 
 def _global_indices(
-    places: Tensor, local: Sequence[int], firsts: Sequence[int], extents: Sequence[int]
+    places: Tensor,
+    local: Sequence[int],
+    firsts: Sequence[int],
+    extents: Sequence[int],
+    dilations: Sequence[int],
 ) -> Tensor:
-    """Flat places in `local` rows, which begin at global rows `firsts`, as places in `extents`."""
+    """Flat places in `local` rows, which begin at global rows `firsts`, as places in `extents`.
+
+    Those beyond the first edge are copies of the first rows of their windows.
+    """
     indices = torch.zeros_like(places)
-    for coordinate, first, extent in zip(unflat(places, local), firsts, extents, strict=True):
-        indices = indices * extent + (coordinate + first).clamp(0, extent - 1)
+    for coordinate, first, extent, dilation in zip(
+        unflat(places, local), firsts, extents, dilations, strict=True
+    ):
+        row = coordinate + first
+        row = torch.where(row < 0, row % dilation, row).clamp(max=extent - 1)
+        indices = indices * extent + row
     return indices
 
 

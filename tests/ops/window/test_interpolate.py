@@ -1,3 +1,5 @@
+from math import inf, nan
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,3 +170,19 @@ def test_refusals_are_those_of_torch():
         F.interpolate(x, 4, mode="linear")
     with pytest.raises(UnsupportedOperationError, match="lanczos"):
         F.interpolate(x, 4, mode="lanczos", antialias=True)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize(("mode", "size"), choose(MODES, SIZES))
+def test_infinities(mode, size):
+    """A weight of 0 must not read one; torch itself reads some rows twice, once with 0."""
+    for row, value in enumerate([inf, -inf] * 3):
+        x = torch.randn(IMAGE, dtype=torch.float64)
+        x[:, :, row, row % 5] = value
+        wanted = resize(mode, size=SIZES[size])(x)
+        for dim in (2, 3):
+            split = lightning_shard.shard(x, mesh_of(3), dim)
+            found = lightning_shard.gather(resize(mode, size=SIZES[size])(split))
+            assert not (found.isnan() & ~wanted.isnan()).any()
+            found = found.where(~wanted.isnan(), nan)
+            torch.testing.assert_close(found, wanted, equal_nan=True)

@@ -1,4 +1,5 @@
 import functools
+from math import inf
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ def ties(function):
     return lambda x: function(x.round())
 
 
+def hidden(x, least):
+    """Infinite where a mask hides it; the gradient is that of the first of equal values."""
+    return x + torch.zeros_like(x.detach()).masked_fill(x.detach() < least, -inf)
+
+
 CASES = {
     "max": (lambda x: F.max_pool2d(x, 3, 2, 1), IMAGE),
     "max_overlap": (lambda x: F.max_pool2d(x, 5, 1, 2), IMAGE),
@@ -25,6 +31,11 @@ CASES = {
     "max_dilated": (lambda x: F.max_pool2d(x, 3, 2, 1, 2), IMAGE),
     "max_ceil": (lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), IMAGE),
     "max_ceil_gaps": (lambda x: F.max_pool2d(x, 2, 4, 1, ceil_mode=True), IMAGE),
+    "max_of_nothing": (lambda x: F.max_pool2d(hidden(x, 2), 3, 2, 1), IMAGE),
+    "max_of_nothing_indices": (
+        lambda x: F.max_pool2d(hidden(x, 1), 4, 3, 2, 2, True, return_indices=True),
+        IMAGE,
+    ),
     "max_per_dim": (lambda x: F.max_pool2d(x, (2, 3), (3, 1), (1, 0)), IMAGE),
     "max_volume": (lambda x: F.max_pool3d(x, 2, 2, 1), VOLUME),
     "max_indices": (lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), IMAGE),
