@@ -51,7 +51,8 @@ def save_weights(module: nn.Module, path: str | Path) -> None:
     Args:
         module: An ordinary module, or one that `parallelize`, `fully_shard` or a strategy sharded.
         path: Ends with `.safetensors`, `.pt`, `.pth` or `.bin` (a state dict), or `.ckpt` (a
-            Lightning checkpoint of weights alone). What has the name is replaced.
+            Lightning checkpoint of weights alone). What has the name is replaced; where that is a
+            symbolic link, the file that it points to.
 
     Raises:
         ValueError: The path ends otherwise, or the format has no numbers of some dtype.
@@ -76,7 +77,7 @@ def save_weights(module: nn.Module, path: str | Path) -> None:
     def write() -> None:
         try:
             if first:
-                with written_file(path) as file:
+                with written_file(path.resolve()) as file:
                     _write(file, path.suffix, state, parts)
         finally:  # the others gather to the end, also when this rank cannot write
             for _ in parts:

@@ -32,7 +32,8 @@ def export(options: argparse.Namespace) -> None:
     try:
         content = content_for(options.out, opened)
         bar: tqdm[Any] = tqdm(total=bytes_of(content), unit="B", unit_scale=True, desc="reading")
-        with as_usage_error(ValueError), written_file(options.out) as file, bar:
+        out = options.out.resolve()  # a symbolic link stays one
+        with as_usage_error(ValueError), written_file(out) as file, bar:
             write_content(content, options.out, file, bar.update)
     except OSError as err:
         raise UsageError(err.strerror or str(err)) from err

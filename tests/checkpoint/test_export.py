@@ -8,12 +8,14 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors.torch import load_file
 
 from lightning_shard import load_weights
 from lightning_shard.checkpoint.errors import UnsafeFileError
 from lightning_shard.checkpoint.open import hyperparameters
 from lightning_shard.cli.main import main
+from lightning_shard.trainer.checkpoint_io import CheckpointFiles
 from tests import pool
 from tests.checkpoint.tiny import SaveAt, Tiny, fit, loader, quiet, tiny
 
@@ -166,3 +168,21 @@ def test_what_is_refused(saved, tmp_path, capsys):
     refused(capsys, ["inspect", part], "complete        no: '__2_0.distcp' is missing", code=1)
     refused(capsys, ["export", part, tmp_path / "a.pt"], "is incomplete: '__2_0.distcp' is missing")
     assert not (tmp_path / "a.pt").exists()
+
+
+def test_a_link_stays_a_link(saved, tmp_path):
+    (tmp_path / "a.pt").symlink_to("far.pt")
+    main(["export", str(saved / "file.ckpt"), str(tmp_path / "a.pt")])
+    assert (tmp_path / "a.pt").is_symlink()
+    assert torch.load(tmp_path / "far.pt")
+
+
+def test_checkpoints_replace_a_link_as_plain_lightning_does(tmp_path):
+    """Such as `last.ckpt`, a link to the best checkpoint, which must stay."""
+    for name, files in (("plain", TorchCheckpointIO()), ("own", CheckpointFiles())):
+        best, last = tmp_path / f"{name}.ckpt", tmp_path / f"{name}-last.ckpt"
+        files.save_checkpoint({"epoch": 1}, best)
+        last.symlink_to(best)
+        files.save_checkpoint({"epoch": 2}, last)
+        assert not last.is_symlink()
+        assert files.load_checkpoint(best)["epoch"] == 1

@@ -120,3 +120,17 @@ def test_without_processes(tmp_path):
             assert torch.equal(other.state_dict()[name], value), name
     assert load_file(tmp_path / "a.safetensors")["first.weight"].shape == (3, 5)
     assert torch.load(tmp_path / "a.pt", weights_only=True)._metadata["norm"]["version"] == 2
+
+
+@pytest.mark.spmd(2)
+def test_a_link_stays_a_link():
+    module, folder = sharded("uneven", 0), shared_path("linked")
+    if dist.get_rank() == 0:
+        (folder / "far").mkdir(parents=True)
+        (folder / "a.pt").symlink_to(folder / "far" / "a.pt")
+    dist.barrier()
+    for _ in range(2):
+        save_weights(module, folder / "a.pt")
+        assert (folder / "a.pt").is_symlink()
+        assert (folder / "far" / "a.pt").is_file()
+    load_weights(sharded("uneven", 1), folder / "a.pt")
