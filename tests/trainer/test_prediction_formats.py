@@ -228,6 +228,35 @@ def test_samples_without_a_prediction_are_nan(kind):
     assert np.isnan(found[2:]).all()
 
 
+@pytest.mark.parametrize(
+    ("kind", "domain"),
+    [
+        pytest.param("zarr", 1, marks=pytest.mark.spmd(2)),
+        pytest.param("h5", 1, marks=pytest.mark.spmd(2)),
+        pytest.param("zarr", 2, marks=pytest.mark.spmd(4)),
+    ],
+)
+def test_names_that_the_first_rank_does_not_have(kind, domain):
+    """Those that only another replica returns, and those that the first returns later."""
+
+    def returned(field, number):
+        replica = torch.distributed.get_rank() // domain
+        found = {"extra": field} if replica else {"prediction": field}
+        if number or replica:
+            found["late"] = field + 1
+        return found if number < 2 or replica else None
+
+    path = shared_path(f"unlike.{kind}")
+    predict_into(path, (domain,), returned, loader(1, 6))
+    torch.distributed.barrier()
+    wanted, never = expected(6).numpy(), np.full((1, 9, 7), np.nan)
+    opened = zarr.open_group(path, mode="r") if kind == "zarr" else h5py.File(path)
+    for name, samples in {"extra": (1, 3, 5), "late": (1, 2, 3, 5), "prediction": (0, 2)}.items():
+        right = [wanted[i] + (name == "late") if i in samples else never for i in range(6)]
+        np.testing.assert_allclose(opened[name][:], np.stack(right), rtol=1e-10, atol=1e-12)
+    assert not [*path.parent.glob("*.part*")]
+
+
 class Mixed(Featured):
     def predict_step(self, batch, batch_idx):
         field = self(batch["x"])

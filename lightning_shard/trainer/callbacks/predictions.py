@@ -4,9 +4,7 @@ Zarr takes the parts of all ranks. Every other format is written by one process:
 their parts in files, which the first rank puts together at the end, one after the other.
 """
 
-import importlib
 import shutil
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -41,13 +39,11 @@ from lightning_shard.lightning import (
     rank_zero_warn,
 )
 from lightning_shard.processes.errors_together import gather_to_first
-from lightning_shard.processes.failures.failure_watch import check_ranks
-from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import tree_leaves, tree_map_only
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.trainer.callbacks.shared_arrays import SharedArrays
 
-PATIENCE_S = 600.0  # for rank 0 to predict its first batch
 _STREAM = (
     "predictions can be ordered only if the dataloader knows the indices of their samples; this "
     "one reads a stream, or whole batches of a dataset (batch_size=None)"
@@ -105,6 +101,7 @@ class PredictionWriter(BasePredictionWriter):
         self._sink = FieldSink(path, self.overwrite, self._affine_of(trainer))
         staged = partial_of(self._sink.path)
         self._sink.partial, self._staged = trainer.strategy.broadcast((self._sink.partial, staged))
+        self._arrays = SharedArrays(self._sink.partial, self._staged)
         self._left_out.clear()
         self._written.clear()
         self._fields.clear()
@@ -129,8 +126,17 @@ class PredictionWriter(BasePredictionWriter):
         Raises:
             ValueError: The data set has no indices, or something has no place in the file.
         """
-        if prediction is None:
-            return
+        self._place = dataloader_idx, batch_idx
+        if prediction is not None:
+            self._write_batch(trainer, prediction, batch_indices)
+        if trainer.is_global_zero and _ranks() > 1 and self._sink.end == ".zarr":
+            with disk_errors(self._sink.path):
+                self._arrays.pass_batch(self._place)
+
+    def _write_batch(
+        self, trainer: Trainer, prediction: Any, batch_indices: Sequence[int] | None
+    ) -> None:
+        dataloader_idx, _ = self._place
         if not batch_indices:
             self._leave_out("a stream", _STREAM, _WITH_INDICES)
             return
@@ -179,7 +185,7 @@ class PredictionWriter(BasePredictionWriter):
             refuse_another(sink.path, name, self._fields.setdefault(name, field), field)
         if dist.get_rank() == 0:  # it has a batch whenever another rank has one
             sink.add(name, field, extents)
-        array = _shared_array(sink.partial, name) if sink.end == ".zarr" else None
+        array = self._arrays.array(name, self._place) if sink.end == ".zarr" else None
         if array is not None:
             made = Field(array.shape[0], tuple(array.shape[1:]), array.dtype)
             refuse_another(sink.path, name, made, field)
@@ -369,20 +375,3 @@ def _words(sink: FieldSink, made: Sequence[Path]) -> str:
     ]  # fmt: skip
     where = made[0] if len(made) == 1 else f"{made[0]} to {made[-1].name}"
     return f"Predictions: {where}" + (f" ({', '.join(fields)})" if fields else "")
-
-
-def _shared_array(group: Path, name: str) -> Any:
-    """Return an array of a Zarr group, once the first rank has made it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (group / name / "zarr.json").exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"rank 0 has not made {group / name} in {PATIENCE_S:.0f} s; the path must lie on a "
-                "file system that all ranks see, and predict_step return it for each batch."
-            )
-        time.sleep(0.02)
-        check_ranks([0])
-        # ranks that share a process take turns where they look into the store
-        if dist.is_initialized():
-            store_of_attempt().check(["the array of rank 0"])
-    return importlib.import_module("zarr").open_array(group, path=name, mode="r+")
