@@ -53,6 +53,7 @@ from lightning_shard.trainer.ordered_batches import (
 )
 from lightning_shard.trainer.random_state import (
     random_state,
+    seeded,
     share_random_state,
     share_seeded_state,
 )
@@ -140,6 +141,7 @@ class SampleOrder:
             self._order(order)
             return loader
         sampler = own_sampler(loader)
+        sampler = sampler.filled if isinstance(sampler, EachOnce) else sampler
         if isinstance(sampler, Stride):  # a `CombinedLoader` keeps it from another stage
             loader = with_sampler(loader, sampler.whole)
         generator = generator_of(loader)
@@ -200,12 +202,17 @@ class SampleOrder:
         # as an epoch of training begins, replicas agree on their numbers
         seed = None if self._trainer.training else given_seed()
         part = Stride(sampler, *place, seed, whole_batches=drops_last(loader))
-        return with_sampler(loader, part)
+        # a batch sampler of the user may read it as it is made
+        if self._trainer.training:
+            with seeded(given_seed() + self._trainer.current_epoch):
+                return with_sampler(loader, part)
+        each_once = EachOnce(part, whole_batches=drops_last(loader))
+        return with_sampler(loader, part if self._repeat else each_once)
 
     def _read_each_once(self, loader: DataLoader[Any]) -> None:
         """Take from a loader, in place, the samples that its sampler repeats to fill a replica."""
         sampler = own_sampler(loader)
-        if type(sampler) in (DistributedSampler, Stride):
+        if type(sampler) is DistributedSampler:
             batches = own_batches(loader)
             reader = loader if batches is None else batches
             set_sampler(reader, EachOnce(sampler, whole_batches=drops_last(loader)))

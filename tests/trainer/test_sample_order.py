@@ -300,6 +300,53 @@ def test_evaluation_reads_each_sample_once_by_batches_of_the_user(replica):
     order.end_stage()
 
 
+class Planned(BatchSampler):
+    """A batch sampler of the user that reads its sampler as it is made."""
+
+    def __init__(self, sampler, batch_size, drop_last):
+        super().__init__(sampler, batch_size, drop_last)
+        numbers = torch.tensor(list(sampler)).split(batch_size)
+        self.batches = [each.tolist() for each in numbers]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_evaluation_reads_each_sample_once_by_batches_that_are_planned(replica):
+    loader = DataLoader(range(5), batch_sampler=Planned(range(5), 2, False))
+    for stage in (TrainerFn.VALIDATING, TrainerFn.TESTING):  # a `CombinedLoader` keeps it
+        loader, order, _ = given(loader, replicas=2, replica=replica, stage=stage)
+        assert [batch.tolist() for batch in loader] == [[[0, 2], [4]], [[1, 3]]][replica]
+        order.end_stage()
+
+
+class ReadsPlanned(Reads):
+    """Replicas have drawn other numbers as the batches of epochs are planned."""
+
+    def train_dataloader(self):
+        torch.rand(dist.get_rank() + 1)
+        batches = Planned(RandomSampler(range(8)), 2, False)
+        return {"a": DataLoader(range(8), batch_sampler=batches)}
+
+
+@pytest.mark.spmd(2)
+def test_replicas_divide_batches_that_are_planned():
+    module = ReadsPlanned()
+    options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
+    training.trainer((1,), **options).fit(module)
+    everywhere = [None, None]
+    dist.all_gather_object(everywhere, module.seen)
+    epochs = [
+        [n for seen in everywhere for step in seen[k : k + 2] for n in step["a"]] for k in (0, 2)
+    ]
+    assert [sorted(epoch) for epoch in epochs] == [[*range(8)]] * 2
+    assert epochs[0] != epochs[1]
+
+
 class LikePairs(torch.utils.data.Sampler):
     """Such a one that is no `BatchSampler`."""
 
