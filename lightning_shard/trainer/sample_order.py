@@ -293,6 +293,7 @@ class _EpochsBeginAlike(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fit_loop.restarted_mid_epoch:
             self._go_on()
+        _warn_of_reloads(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -301,6 +302,18 @@ class _EpochsBeginAlike(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._go_on_after_validation()
+
+
+def _warn_of_reloads(trainer: Trainer) -> None:
+    """Warn that a run without a break would ask for its loaders in other epochs."""
+    every: int = vars(trainer)["reload_dataloaders_every_n_epochs"]
+    if every and trainer.current_epoch % every:
+        rank_zero_warn(
+            f"Lightning counts reload_dataloaders_every_n_epochs={every} from the epoch in which a "
+            f"run is resumed, which is {trainer.current_epoch}, so loaders are asked for in other "
+            f"epochs than in a run without a break; resume a checkpoint of an epoch that {every} "
+            "divides, or ask for them in every epoch (1)."
+        )
 
 
 def _ordered(trainer: Trainer) -> list[Order]:

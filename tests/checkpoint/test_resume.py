@@ -75,3 +75,14 @@ def test_several_optimizers():
     assert all(torch.equal(resumed_state[name], value) for name, value in state.items())
     with pytest.raises(ValueError, match="holds 2 optimizers; configure_optimizers returned 1"):
         fit((2,), module=tiny(), path=path)
+
+
+@pytest.mark.parametrize(("step", "warns"), [(6, True), (12, False)])
+def test_a_resumed_run_says_that_it_reloads_in_other_epochs(step, warns, tmp_path, recwarn):
+    """Lightning counts from the epoch of the resume: the first or the second."""
+    path = tmp_path / "some.ckpt"
+    reloads = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}
+    fit((1,), SaveAt(path, step, "epoch"), **reloads)
+    assert not [w for w in recwarn if "from the epoch in which" in str(w.message)]
+    fit((1,), path=path, **reloads)
+    assert bool([w for w in recwarn if "from the epoch in which" in str(w.message)]) == warns
