@@ -47,6 +47,7 @@ from lightning_shard.trainer.ordered_batches import (
     Order,
     OrderedBatches,
     begins_loaders_anew,
+    draw_seed,
     generator_of,
     order_of,
     put_into,
@@ -79,6 +80,7 @@ class SampleOrder:
         self._asked: bool | None = None  # whether the user lets samplers be replaced
         self._ordered: list[Order] = []  # those of the training loaders
         self._late = LateStart()
+        self._trains = False
         self._until_end = ExitStack()
 
     def begin_stage(
@@ -103,14 +105,14 @@ class SampleOrder:
         """
         self._trainer, self._domain, self._device = trainer, domain, device
         self._replicas, self._replica = replicas, replica
-        self._ordered, self._late = [], LateStart()
+        self._ordered, self._late, self._trains = [], LateStart(), False
         self._repeat = repeats_samples(trainer)
         asked = inject_samplers(trainer, False)
         self._asked = asked if self._asked is None else self._asked
         several = replicas > 1 and trainer.state.fn == TrainerFn.PREDICTING
         inject_samplers(trainer, self._asked and several)
         share_seeded_state(device)
-        alike = _EpochsBeginAlike(self._agree, self._go_on_in_epoch, self._go_on_after_validation)
+        alike = _EpochsBeginAlike(self._agree, self._begin_training, self._go_on_after_validation)
         add_once(trainer, alike, first=True)
 
     def comes_to(self, barrier: str | None) -> None:
@@ -156,6 +158,11 @@ class SampleOrder:
         self._begin_workers(loader)
         if self._trainer.training and not hasattr(loader, "state_dict"):
             here = len(self._ordered)
+            if self._trains and self._trainer.current_epoch:  # a later epoch asks for it
+                resumed = saved = _nothing
+                is_own = generator is not None and loader.generator is generator
+                if is_own and not begins_loaders_anew(self._trainer):
+                    draw_seed(generator)  # as where Lightning begins it twice
             cls = StreamOrder if isinstance(loader.dataset, IterableDataset) else OrderedBatches
             order = cls(
                 loader, self._trainer, generator, partial(resumed, here), partial(saved, here)
@@ -232,8 +239,12 @@ class SampleOrder:
             begins = OutlivesSignals(begins)
         loader.worker_init_fn = begins
 
-    def _go_on_in_epoch(self) -> None:
-        """Note that this run goes on inside an epoch, of which it may have nothing left to read."""
+    def _begin_training(self) -> None:
+        """Note that the training begins, perhaps in an epoch that has nothing left to read."""
+        self._trains = True
+        _warn_of_reloads(self._trainer)
+        if not self._trainer.fit_loop.restarted_mid_epoch:
+            return
         if not any(batches.is_resumed() for batches in self._ordered):  # all of it was read
             self._late.is_over = True
             for batches in self._ordered:
@@ -283,17 +294,15 @@ class _EpochsBeginAlike(Callback):
     def __init__(
         self,
         agree: Callable[[], None],
-        go_on: Callable[[], None],
+        begin_training: Callable[[], None],
         go_on_after_validation: Callable[[], None],
     ) -> None:
-        self._agree, self._go_on = agree, go_on
+        self._agree, self._begin_training = agree, begin_training
         self._go_on_after_validation = go_on_after_validation
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.fit_loop.restarted_mid_epoch:
-            self._go_on()
-        _warn_of_reloads(trainer)
+        self._begin_training()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -302,6 +311,10 @@ class _EpochsBeginAlike(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._go_on_after_validation()
+
+
+def _nothing(loader: int) -> None:
+    """Stand for what a resumed run had saved of a loader, for one that is asked for later."""
 
 
 def _warn_of_reloads(trainer: Trainer) -> None:
