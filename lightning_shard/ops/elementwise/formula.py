@@ -189,6 +189,19 @@ def cov(func: Callable[..., Tensor], x: Any, *, correction: int = 1, **weights: 
     return found.squeeze((0, 1)) if found.numel() == 1 else found
 
 
+@composes(torch.corrcoef, Tensor.corrcoef)
+def corrcoef(func: Callable[..., Tensor], x: Any) -> Tensor:
+    """Rows are variables, columns observations; as in torch, rounding beyond 1 is cut off."""
+    found: Any = cov(torch.cov, x)
+    if found.ndim == 0:
+        return found / found
+    deviations = found.diagonal().real.sqrt()
+    found = found / deviations[:, None] / deviations
+    if not found.is_complex():
+        return found.clamp(-1, 1)
+    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+
+
 @composes(torch.renorm, Tensor.renorm)
 def renorm(func: Callable[..., Tensor], x: Any, p: float, dim: int, maxnorm: float) -> Tensor:
     """Scale slices along `dim` to a norm of at most `maxnorm`; sums of powers travel."""

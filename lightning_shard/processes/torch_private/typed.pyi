@@ -20,6 +20,7 @@ class Torch(Protocol):
     atleast_3d: ToTensor
     broadcast_shapes: Callable[..., torch.Size]
     broadcast_tensors: ToTensors
+    istft: ToTensor
     manual_seed: Callable[[int], torch.Generator]
     norm: ToTensor
     tensordot: ToTensor
