@@ -1,5 +1,6 @@
 """Formulas of other functions, written for whole tensors."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,6 +152,37 @@ def add_product(
     if not beta:
         return product
     return product + (x if beta == 1 else beta * x)
+
+
+@composes(linalg.multi_dot, torch.chain_matmul)
+def multi_dot(func: Callable[..., Tensor], *matrices: Any) -> Tensor:
+    """Multiply matrices one after the other, from the left."""
+    given = matrices[0] if is_sequence(matrices[0]) else matrices
+    return functools.reduce(torch.matmul, cast_for(torch.matmul, *given))
+
+
+@composes(torch.kron, Tensor.kron)
+def kron(func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
+    """Give each element of `x` a block of the products with `other`; nothing travels."""
+    ndim = max(x.ndim, other.ndim)
+    a, b = (t[(None,) * (ndim - t.ndim)] for t in (x, other))
+    blocks = a[(slice(None), None) * ndim] * b[(None, slice(None)) * ndim]
+    return blocks.reshape([n * m for n, m in zip(a.shape, b.shape, strict=True)])
+
+
+_IN_PLACE: dict[Any, Callable[..., Tensor]] = {
+    Tensor.addmm_: Tensor.addmm, Tensor.addmv_: Tensor.addmv,
+    Tensor.addr_: Tensor.addr, Tensor.baddbmm_: Tensor.baddbmm, Tensor.cumprod_: Tensor.cumprod,
+    Tensor.cumsum_: Tensor.cumsum, Tensor.renorm_: Tensor.renorm, Tensor.tril_: Tensor.tril,
+    Tensor.triu_: Tensor.triu,
+}  # fmt: skip
+
+
+@composes(*_IN_PLACE)
+def in_place(func: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Write what the function returns into the tensor."""
+    old = x.clone()  # a gradient may need it
+    return x.copy_(_IN_PLACE[func](old, *args, **kwargs))
 
 
 @composes(torch.vdot, Tensor.vdot)

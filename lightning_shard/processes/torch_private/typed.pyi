@@ -66,6 +66,7 @@ class Linalg(Protocol):
     matrix_norm: ToTensor
     matrix_power: ToTensor
     matrix_rank: ToTensor
+    multi_dot: ToTensor
     norm: ToTensor
     pinv: ToTensor
     qr: ToTensors
