@@ -247,7 +247,8 @@ class OnMesh:
 
         The arguments are those of `shard_with_copies`.
         """
-        self.processes.compare("module", parameters.described(module), check=self.peers.check)
+        facts = parameters.described(module, copied)
+        self.processes.compare("module", facts, check=self.peers.check)
         self._moved.update(
             parameters.shard_with_copies(
                 module, copied, self.device_mesh, dims=split_dims(self.shard_dims),

@@ -1,6 +1,6 @@
 """Tells what optimizers and schedules must have in common, or the ranks would drift apart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -46,15 +46,23 @@ def facts_of_schedules(configs: Sequence[Any]) -> dict[str, str]:
 
 
 def _options(values: Mapping[Any, Any], of: str) -> dict[str, str]:
-    """The values that are numbers, words, or short lists of them."""
+    # schedules write the initial rate, and are compared themselves
+    kept = {name: v for name, v in values.items() if name not in ("params", "initial_lr")}
+    return simple_values(kept, lambda name: f"{name} {of}")
+
+
+def simple_values(values: Mapping[Any, Any], named: Callable[[Any], str]) -> dict[str, str]:
+    """Describe the values that are numbers, words, or short lists of them.
+
+    Args:
+        values: Values of any kind, by name; names that begin with "_" are left out.
+        named: Gives a name for the description.
+    """
     found: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             value = value.item() if value.numel() == 1 and not value.is_meta else None
         listed: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
-        # schedules write the initial rate, and are compared themselves
-        if name not in ("params", "initial_lr") and all(
-            isinstance(each, _SIMPLE) for each in listed
-        ):
-            found[f"{name} {of}"] = str(value)
+        if all(isinstance(each, _SIMPLE) for each in listed) and not str(name).startswith("_"):
+            found[named(name)] = str(value)
     return found

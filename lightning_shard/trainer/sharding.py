@@ -22,6 +22,7 @@ from lightning_shard.fsdp.work import Moved
 from lightning_shard.lightning import LightningModule, Trainer
 from lightning_shard.processes.torch_private.internals import apply
 from lightning_shard.trainer.host import callbacks_of
+from lightning_shard.trainer.same_optimizers import simple_values
 
 # predict_step runs with whole parameters, see Steps.keep_parameters_whole
 STEPS = ("training_step", "validation_step", "test_step")
@@ -29,11 +30,30 @@ NEED_WHOLE_MATRICES = {"Muon"}  # torch's, which rounds the products of shards o
 _LOADED = "_weights_begun_with"  # attribute of a module
 
 
-def described(module: nn.Module) -> dict[str, str]:
-    """Describe each parameter and buffer: its shape and dtype, by name."""
+def described(module: nn.Module, copied: Sequence[nn.Module] = ()) -> dict[str, str]:
+    """Describe, by name, what the ranks' modules must have in common.
+
+    Args:
+        module: The module.
+        copied: The copies of it that callbacks keep.
+    """
     refuse_without_shape(module)
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors}
+    facts = {"the number of copies that callbacks keep of the module": str(len(copied))}
+    for name, t in itertools.chain(module.named_parameters(), module.named_buffers()):
+        frozen = ", frozen" if isinstance(t, nn.Parameter) and not t.requires_grad else ""
+        facts[name] = f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{frozen}"
+    return facts | _layers(module)
+
+
+def _layers(module: nn.Module) -> dict[str, str]:
+    """The class of each layer, whether it trains, and the numbers and words of torch's layers."""
+    found: dict[str, str] = {}
+    for name, layer in module.named_modules():
+        found[f"the class of {name or 'the module'}"] = type(layer).__qualname__
+        found[f"{name}.training".lstrip(".")] = str(layer.training)
+        if type(layer).__module__.startswith("torch.nn."):
+            found |= simple_values(vars(layer), lambda key, name=name: f"{name}.{key}")
+    return found
 
 
 def to_device(module: nn.Module, device: torch.device) -> nn.Module:

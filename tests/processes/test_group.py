@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from operator import attrgetter
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_shard import (
@@ -227,6 +229,36 @@ def test_different_modules():
         trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))
     module = make("simple_cnn", torch.float32)
     trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))  # nothing is left behind
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("layer", "options", "expected"),
+    [
+        ("act", {"__class__": torch.nn.Tanh}, "the class of act is ReLU on rank 0 and Tanh on"),
+        ("act", {"training": False}, "act.training is True on rank 0 and False on rank 1"),
+        ("first", {"padding_mode": "circular"}, "first.padding_mode is zeros on rank 0 and circ"),
+        ("first.weight", {"requires_grad": False}, "first.weight is .*, frozen on rank 1"),
+    ],
+)
+def test_different_layers(layer, options, expected):
+    """Their parameters are alike, and each rank would compute another loss."""
+    module = make("simple_cnn", torch.float32)
+    module.first, module.act = torch.nn.Conv2d(1, 1, 3), torch.nn.ReLU()
+    for name, value in options.items() if dist.get_rank() == 1 else ():
+        setattr(attrgetter(layer)(module), name, value)
+    with pytest.raises(ValueError, match=expected):
+        trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))
+
+
+@pytest.mark.spmd(2)
+def test_callback_of_one_rank():
+    """It averages weights, so it keeps a module that only its rank would shard."""
+    averages = [StochasticWeightAveraging(0.01)] if dist.get_rank() == 1 else []
+    with pytest.raises(ValueError, match="copies that callbacks keep of the module is 0 on rank 0"):
+        trainer((2,), callbacks=averages).fit(
+            make("simple_cnn", torch.float32), loader("simple_cnn", torch.float32, 2, 8)
+        )
 
 
 def sgd(parameters, odd):
