@@ -20,6 +20,8 @@ def trapezoid(
     func: Callable[..., Any], y: Any, x: Any = None, *, dx: float = 1, dim: int = -1
 ) -> Tensor:
     """Sum the areas of trapezoids under `y`; the sums of the ranks are added up."""
+    if not y.shape[dim]:  # torch gives zeros of no samples, whatever `x` is
+        return y.sum(dim, dtype=y.dtype).detach()
     if x is None:  # as torch, which adds up integers of few bits in int64
         return (y.sum(dim) - (y.select(dim, 0) + y.select(dim, -1)) * 0.5) * dx
     return _areas(y, x, dx, dim % y.ndim).sum(dim)
@@ -36,7 +38,8 @@ def cumulative_trapezoid(
 def _areas(y: Any, x: Any, dx: float, d: int) -> Any:
     """Between each two points along dim `d`."""
     n = y.shape[d]
-    areas = y.narrow(d, 1, n - 1) + y.narrow(d, 0, n - 1)
+    pairs = max(n - 1, 0)
+    areas = y.narrow(d, n - pairs, pairs) + y.narrow(d, 0, pairs)
     if x is None:
         return areas * (dx / 2)
     widths = x.diff(dim=-1 if x.ndim == 1 else d) / 2

@@ -202,3 +202,17 @@ def test_areas_of_integers_of_few_bits():
     for dim in (0, 1):
         found = lightning_shard.gather(torch.trapezoid(split, dim=dim))
         torch.testing.assert_close(found, torch.trapezoid(x, dim=dim))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_areas_of_no_samples(dim):
+    x = torch.ones((0, 3) if dim == 0 else (3, 0))
+    split = lightning_shard.shard(x, mesh_of(3), 0)
+    for function in (torch.trapezoid, torch.cumulative_trapezoid):
+        for d in (0, 1):
+            found = lightning_shard.gather(function(split, dim=d))
+            torch.testing.assert_close(found, function(x, dim=d))
+        places = x.select(1 - dim, 0)
+        found = lightning_shard.gather(function(split, places, dim=dim))
+        torch.testing.assert_close(found, function(x, places, dim=dim))
