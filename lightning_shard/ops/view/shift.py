@@ -22,7 +22,7 @@ from lightning_shard.ops.view.reshape import reshape_to
 def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) -> Subdomain:
     """Shift rows around the ends; rows travel to their new owners if the dim is split."""
     if 0 in x.shape:
-        return x
+        return in_own_memory(x, x)
     if dims is None or dims in ((), []):
         return reshape_to(roll(func, reshape_to(x, [-1]), shifts, 0), x.shape)
     given = x

@@ -69,3 +69,13 @@ def check(where: Any, dim: int) -> None:
 
 def gathered(x: Tensor) -> Tensor:
     return x if type(x) is Tensor else gather(x)
+
+
+@pytest.mark.spmd(2)
+def test_a_roll_of_no_rows_is_a_copy():
+    """A write into it leaves the values that a gradient needs."""
+    x = shard(torch.ones(0, 4), mesh_of(2), 1).requires_grad_()
+    y = x * 1
+    squares = y.square()
+    y.roll(1, 0).mul_(2)
+    squares.sum().backward()
