@@ -223,7 +223,7 @@ def read_file(path: str, key: tuple[str, ...] = ()) -> Iterator[Option]:
         line = f":{mark.line + 1}" if mark else ""
         raise UsageError(f"{path}{line} is not valid YAML: {why}") from err
     if root is None:
-        return
+        raise UsageError(f"{path} has no options; write some, such as 'trainer:', or leave it out")
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path}:1 must be a mapping of options such as 'trainer:' and 'model:'")
     yield from _Walk(path).options(root, key, 0)

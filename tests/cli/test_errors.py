@@ -181,6 +181,7 @@ FILES = {
         "x.yaml:3 is not valid YAML: expected ',' or ']', but got ':'",
     ),
     "YAML list": ("- trainer\n", "x.yaml:1 must be a mapping"),
+    "comments only": ("# trainer:\n", "x.yaml has no options; write some, such as 'trainer:'"),
 }
 
 
