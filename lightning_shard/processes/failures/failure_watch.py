@@ -114,6 +114,7 @@ class FailureWatch:
         self._hearts = Heartbeats(self._store, self._prefix, rank, self._ranks)
         self._first = FirstFailure(self._store, self._prefix, rank, self._ranks)
         self._guard = Guard(rank, self._look, self._why, every_s=POLL_S)
+        self._guard_of_exit: Guard | None = None
         self._talk = StoreThread(self._beat, every_s=POLL_S)
         atexit.register(self._part)
         _open.append(self)
@@ -271,6 +272,8 @@ class FailureWatch:
         self._talk.join()
 
     def _say_at_exit(self) -> None:
+        if self._guard_of_exit is None:  # now, since Python 3.12 begins no thread at the exit
+            self._guard_of_exit = Guard(self.rank, lambda: None, self._why, every_s=POLL_S)
         atexit.unregister(self._limit_exit)
         atexit.register(self._limit_exit)
 
@@ -282,7 +285,9 @@ class FailureWatch:
         StoreThread.end_all()  # each may make torch log
         if not self._is_interrupted:  # else the user has ended this rank, and knows
             self._guard.say(self._why())
-        self._guard.reopen(GRACE_S)
+        if self._guard_of_exit is not None:
+            self._guard_of_exit.code = self._guard.code
+            self._guard_of_exit.end_within(GRACE_S)
 
     def _why(self) -> str:
         alone = "it failed, and did not end by itself"

@@ -30,7 +30,7 @@ class Guard:
         self._rank, self._look, self._why, self._every_s = rank, look, why, every_s
         self._last_moment: float | None = None
         self._closed = threading.Event()
-        self._start()
+        threading.Thread(target=self._run, daemon=True, name="failure-guard").start()
 
     @property
     def counts_down(self) -> bool:
@@ -46,12 +46,6 @@ class Guard:
         self._last_moment = None
         self._closed.set()
 
-    def reopen(self, seconds: float) -> None:
-        """Guard a process that is ending, also after `close`, for so many seconds."""
-        self._last_moment = time.monotonic() + seconds
-        self._closed.clear()
-        self._start()
-
     def end(self, why: str) -> None:
         """End this process and its children now, without any of their own cleaning up."""
         self.say(why)
@@ -63,9 +57,6 @@ class Guard:
         """Print the last line of this rank."""
         sys.stderr.write(f"[rank {self._rank}] ended, because {why}\n")
         sys.stderr.flush()
-
-    def _start(self) -> None:
-        threading.Thread(target=self._run, daemon=True, name="failure-guard").start()
 
     def _run(self) -> None:
         while not self._closed.wait(self._every_s):

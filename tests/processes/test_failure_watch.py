@@ -1,0 +1,30 @@
+"""A rank that has failed ends, whatever waits at the end of its process."""
+
+import subprocess
+import sys
+import time
+
+PROGRAM = """
+import atexit, threading, time
+import torch.distributed as dist
+from lightning_shard.processes.failures import failure_watch
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+failure_watch.GRACE_S = 0.5
+atexit.register(time.sleep, 60)
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+failure_watch.FailureWatch(0).leave()
+atexit.register(setattr, threading.Thread, "start", refuse)  # as Python 3.12 does of itself
+"""
+
+
+def test_ends_soon_where_no_thread_begins_any_more() -> None:
+    begin = time.monotonic()
+    told = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert told.returncode == 143, told.stderr
+    assert "SIGTERM on rank 0" in told.stderr
+    assert time.monotonic() - begin < 50
