@@ -237,7 +237,7 @@ class Gathered:
 
     def _differs(self, whole: Tensor, shard: Any) -> bool:
         """Return True unless the whole parameter has the values of its shard."""
-        return not _same(whole[self._slice(shard)], shard.to_local().to(whole.dtype))
+        return not _same(whole[self._slice(shard)], shard.to_local().to(whole))  # may be offloaded
 
     def _slice(self, shard: Any) -> tuple[slice, ...]:
         """Return the slices of the whole tensor that this rank's part fills."""
