@@ -28,6 +28,7 @@ from torch.autograd import Function
 
 from lightning_shard.domain import together
 from lightning_shard.domain.forward_mode import refuse_tangent, with_tangent
+from lightning_shard.domain.half import wide
 from lightning_shard.domain.local_group import joining, rank_in, ranks_in
 from lightning_shard.domain.memory_format import empty, format_of, joined, owned
 from lightning_shard.domain.together import Route
@@ -98,6 +99,11 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if here is not None:
         return here.together(x, together.summed)
     return _AllReduce.apply(with_tangent(x), group)
+
+
+def all_mean(x: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
+    """Average `x` over so many ranks, on every rank; half precision is added up in float32."""
+    return (all_reduce(wide(x), group) / ranks).to(x.dtype)
 
 
 def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.domain.comm import all_reduce
-from lightning_shard.domain.half import HALF, wide
+from lightning_shard.domain.comm import all_mean
+from lightning_shard.domain.half import HALF
 from lightning_shard.fsdp.same_blocks import SameBlocks
 from lightning_shard.fsdp.sparse_gradients import may_be_sparse, mean_of_sparse
 from lightning_shard.fsdp.unreduced import Unreduced
@@ -302,7 +302,7 @@ def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Any:
 
 
 def _mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return (all_reduce(wide(gradient), group) / dist.get_world_size(group)).to(gradient.dtype)
+    return all_mean(gradient, dist.get_world_size(group), group)
 
 
 def _real(x: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shard.domain.comm import all_reduce, all_reduce_extreme
-from lightning_shard.domain.half import wide
+from lightning_shard.domain.comm import all_mean, all_reduce_extreme
 from lightning_shard.domain.subdomain import Domain, domain_of
 from lightning_shard.processes.torch_private.internals import (
     backward_pass,
@@ -57,8 +56,8 @@ def ranks_of(domain: Domain) -> int:
 
 def mean_over_ranks(gradient: Tensor, domain: Domain) -> Tensor:
     """Average the gradient of a plain tensor over the ranks, each of which has its own part."""
-    total = all_reduce(wide(gradient), domain.group(tuple(range(len(domain.grid.sizes)))))
-    return (total / ranks_of(domain)).to(gradient.dtype)
+    everyone = domain.group(tuple(range(len(domain.grid.sizes))))
+    return all_mean(gradient, ranks_of(domain), everyone)
 
 
 @dataclass(frozen=True)
