@@ -280,12 +280,13 @@ class SampleOrder:
         dist.broadcast_object_list(numbers, src=0, device=self._device)
         if not ordered:
             return
+        if has_begun:
+            if ordered[0].common is not None:  # all loaders have the same
+                ordered[0].common.begin(numbers[0][0])
+            return
         common = CommonDraws([batches.loader for batches in ordered], numbers[0][0])
         for batches, agreed in zip(ordered, numbers[0], strict=True):
-            if not has_begun:
-                batches.agreed, batches.common = agreed, common
-            elif batches.common is not None:
-                batches.common.begin(agreed)
+            batches.agreed, batches.common = agreed, common
 
 
 class _EpochsBeginAlike(Callback):

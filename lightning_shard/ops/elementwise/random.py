@@ -121,6 +121,11 @@ def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> tor
         raise UnsupportedOperationError(
             "it has no random numbers equal to those of one process, as use_exact_random asks for"
         )
+    return _generator_of_part(x, generator)
+
+
+def _generator_of_part(x: Subdomain, generator: torch.Generator | None) -> torch.Generator:
+    """Make the generator where it is known that numbers need not be those of one process."""
     device = torch.device("cpu") if generator is None else generator.device
     with alike(x, generator, device):
         seed = int(torch.randint(2**62, (), generator=generator, device=device))
@@ -156,7 +161,7 @@ def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) ->
     local = x.local.detach()
     if not draws_exactly(x, generator):
         result = torch.empty_like(local)
-        draw(result, own_generator(x, generator))
+        draw(result, _generator_of_part(x, generator))
         return result
     whole = torch.empty_strided(x.shape, x.strides_shown, dtype=local.dtype, device=local.device)
     with alike(x, generator, local.device):
@@ -211,7 +216,7 @@ def fill_randomly(
     """Fill this rank's part with random numbers in place; nothing travels."""
     if not draws_exactly(x, generator):
         args = tuple(local_part(a, x.layout) if _is_tensor(a) else a for a in args)
-        return x.like(func(x.local, *args, **kwargs, generator=own_generator(x, generator)))
+        return x.like(func(x.local, *args, **kwargs, generator=_generator_of_part(x, generator)))
     args = tuple(gathered(a) if isinstance(a, Subdomain) else a for a in args)
     numbers = drawn(x, lambda t, g: func(t, *args, **kwargs, generator=g), generator)
     return x.like(x.local.copy_(numbers))
@@ -254,7 +259,9 @@ def rrelu(
             whole = torch.rrelu(given, lower, upper, True)
         numbers = take_part(whole, x.layout)
     elif training:
-        slope = torch.empty_like(x.local).uniform_(lower, upper, generator=own_generator(x))
+        slope = torch.empty_like(x.local).uniform_(
+            lower, upper, generator=_generator_of_part(x, None)
+        )
         numbers = x.local * torch.where(x.local < 0, slope, 1.0).to(x.dtype).detach()
     else:
         numbers = torch.rrelu(x.local, lower, upper)
@@ -287,7 +294,7 @@ def _elementwise(
             numbers = draw(*wholes, generator)
         return first.like(take_part(numbers, layout), layout)
     parts = [local_part(o, layout) if _is_tensor(o) else o for o in operands]
-    own = own_generator(first.like(first.local, layout), generator)
+    own = _generator_of_part(first.like(first.local, layout), generator)
     return first.like(draw(*parts, own), layout)
 
 
