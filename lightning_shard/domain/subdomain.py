@@ -1,5 +1,6 @@
 """Holds a rank's part of a split tensor, and the process groups that reach the other parts."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from lightning_shard.domain.strides import (
     of_view,
     of_whole,
 )
+from lightning_shard.domain.wire import all_gather
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened, storage_key, version_of
 from lightning_shard.processes.torch_private.typed import integers
@@ -53,8 +55,19 @@ class Domain:
                 self._groups[tuple(range(mesh.ndim))] = flattened(mesh).get_group()
 
     def decides(self, question: Callable[[], bool]) -> bool:
-        """Answer a question about memory, which all members of one process must answer alike."""
+        """Answer a question which all members of one process must answer alike."""
         return question()
+
+    def any_says(self, question: Callable[[], bool], device: torch.device) -> bool:
+        """Return whether any member answers yes; all members ask.
+
+        Args:
+            question: Asks it of this member.
+            device: A device whose tensors the members exchange.
+        """
+        said = torch.tensor(question(), device=device)
+        everyone = tuple(range(len(self.grid.sizes)))
+        return bool(all_gather(said, math.prod(self.grid.sizes), self.group(everyone)).any())
 
     def drawing(
         self, generator: torch.Generator | None, device: torch.device

@@ -52,7 +52,7 @@ def become_split(
         raise UnsupportedOperationError("a plain leaf that requires grad cannot take split rows")
     part = target.like(take_part(plain, target.layout).clone())
     write(part)
-    if is_shared(plain):
+    if shared_on_a_rank(plain, target):
         if plain.nbytes > _WORTH_A_WORD:
             warnings.warn(
                 f"{plain.nbytes:,} bytes of split rows are written into a view of a plain tensor, "
@@ -90,14 +90,29 @@ def large_target(x: Any, dim: int, sources: Sequence[Any]) -> Subdomain | None:
     axes = {s.layout.axes(dim if s.ndim == x.ndim else 0) for s in split} - {()}
     if len(axes) != 1 or any(set(s.layout.axes()) - {*next(iter(axes))} for s in split):
         return None
-    if split[0].domain.decides(lambda: x.requires_grad or is_shared(x)):
+    if x.requires_grad or shared_on_a_rank(x, split[0]):
         return None
     layout = Layout.of(x.shape, {dim: axes.pop()}, split[0].layout.grid)
     return split[0].like(x, layout)
 
 
+def shared_on_a_rank(plain: Tensor, beside: Subdomain) -> bool:
+    """Return whether something else may see the memory of `plain` on any rank; all ranks ask.
+
+    One rank alone may keep a view, as rank 0 does to draw it. And a thread that looks where the
+    others are keeps the last function that has looked at the tensor (failures/lone_waits.py).
+
+    Args:
+        plain: The plain tensor, which each rank has.
+        beside: A split tensor of the domain.
+    """
+    if is_view(plain):  # by the program, which is that of every rank
+        return True
+    return beside.domain.any_says(lambda: is_shared(plain), beside.local.device)
+
+
 def is_shared(plain: Tensor) -> bool:
-    """Return whether a view, an array or another tensor may see the memory of `plain`."""
+    """Return whether a view, an array or another tensor may see the memory of `plain` here."""
     return is_view(plain) or storage_users(plain) > _own_users()
 
 

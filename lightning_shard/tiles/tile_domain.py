@@ -137,6 +137,10 @@ class TileDomain(Domain):
             self.crew.answers.append(question())
         return self.crew.answers[number]
 
+    def any_says(self, question: Callable[[], bool], device: torch.device) -> bool:
+        """Give the answer of the tile that was asked first, which all give of one process."""
+        return self.decides(question)
+
     def drawing(
         self, generator: torch.Generator | None, device: torch.device
     ) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.domain.subdomain import Seen, Subdomain
 from lightning_shard.ops.autocast import cast_for
-from lightning_shard.ops.become import BecameSplit, is_shared
+from lightning_shard.ops.become import BecameSplit, shared_on_a_rank
 from lightning_shard.ops.registry import implements, implements_lazily, name_of, rule_for
 from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write, without_lost_graph
 from lightning_shard.ops.spectral.dft import scale
@@ -240,11 +240,12 @@ def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Be
     if isinstance(x, Canvas):
         x.assign(index, value.read())
         return None
-    if is_shared(x):  # a view would see a part of the modes
-        func(x, index, gathered(value.read()))
+    modes = value.read()
+    if shared_on_a_rank(x, modes):
+        func(x, index, gathered(modes))  # a view would see a part of the modes
         return None
     canvas = Canvas.like(x)
-    canvas.assign(index, value.read())
+    canvas.assign(index, modes)
     return BecameSplit(x, canvas)
 
 

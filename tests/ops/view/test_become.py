@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_shard
 from lightning_shard import DomainTensor, UnsupportedOperationError
-from tests.parity import assert_parity, mesh_of
+from tests.parity import assert_parity, assert_same, mesh_of
 
 SHAPE = (2, 3, 7, 5)
 
@@ -154,3 +155,45 @@ def test_writes_into_views(name):
     function, shapes = INTO_VIEWS[name]
     for dim in range(2, len(shapes[0])):
         assert_parity(function, shapes, {0: [dim]}, mesh_of(3))
+
+
+def assigned(x, zeros):
+    zeros[:, :, 1:] = x[:, :, :-1]
+    return zeros * 2
+
+
+def scattered(x, zeros):
+    zeros.scatter_(1, x.argmax(1, keepdim=True), 1.0)
+    return zeros * x
+
+
+def with_modes(x, zeros):
+    zeros[..., :2] = torch.fft.rfft2(x)[..., :2]
+    return torch.fft.irfft2(zeros, s=x.shape[-2:])
+
+
+def added_to_nodes(x, zeros):
+    return zeros.index_add_(0, torch.arange(5).repeat(42), x.flatten()) * 2
+
+
+SEEN_BY_ONE = {
+    "assigned": (assigned, lambda x: torch.zeros(SHAPE)),
+    "scattered": (scattered, lambda x: torch.zeros(SHAPE)),
+    "with modes": (with_modes, lambda x: torch.zeros(2, 3, 7, 3, dtype=torch.complex64)),
+    "added to nodes": (added_to_nodes, lambda x: x.new_zeros(5000)),
+}
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("name", SEEN_BY_ONE)
+def test_a_view_of_one_rank(name):
+    """The ranks agree whether something sees the tensor, or they would not pair their messages."""
+    function, make = SEEN_BY_ONE[name]
+    field = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    wanted = function(field, make(field))
+    x = lightning_shard.shard(field, mesh_of(3), 2)
+    zeros = make(x)
+    kept = zeros[0] if dist.get_rank() == 1 else None
+    found = lightning_shard.gather(function(x, zeros))
+    assert_same(found, wanted)
+    assert kept is None or torch.equal(kept, zeros[0])
