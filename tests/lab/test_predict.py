@@ -239,6 +239,21 @@ def test_the_mode_goes_by_the_memory_of_the_device():
         assert found.memory_by_cause == wanted.memory_by_cause
 
 
+class Modes(Net):
+    """Writes modes into zeros, as most networks do that were written by hand."""
+
+    def training_step(self, batch):
+        field = self.layers(batch)
+        zeros = torch.zeros(*field.shape[:-1], field.shape[-1] // 2 + 1, dtype=torch.complex64)
+        zeros[..., :4] = torch.fft.rfft2(field)[..., :4]
+        return torch.fft.irfft2(zeros, s=field.shape[-2:]).square().mean()
+
+
+def test_zeros_that_take_modes():
+    found = predict(Modes(), data(1, 2, 16, 16), 2, cluster(2))
+    assert found.sent_for_fields > predict(Net(), data(1, 2, 16, 16), 2, cluster(2)).sent_for_fields
+
+
 def test_what_cannot_be_split_is_refused_by_name():
     with pytest.raises(UnsupportedOperationError, match="eigvals"):
         predict(Refused(), data(1, 2, 8, 8), 2)
