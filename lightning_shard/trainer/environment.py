@@ -165,9 +165,22 @@ def check_processes(
     """
     started = environment.world_size()
     if environment.creates_processes_externally and started != devices * nodes > 0:
-        local = max(1, started // nodes)
+        local = _local_processes(started) or max(1, started // nodes)
         raise ValueError(
             f"{launcher().title} started {started} processes, but {host}(devices={devices}, "
             f"num_nodes={nodes}) asks for {devices * nodes}; use {host}(devices={local}, "
             f"num_nodes={started // local}), or start {devices * nodes}."
         )
+
+
+def _local_processes(started: int) -> int | None:
+    """Return how many processes each node has, if the launcher tells and they are equally many.
+
+    A host that was told of one node would else be advised to see the devices of all.
+    """
+    try:
+        info = process_info()
+    except ValueError:  # MPI itself knows more than the variables
+        return None
+    is_even = info.world_size == started and started % info.local_world_size == 0
+    return info.local_world_size if is_even else None

@@ -360,6 +360,20 @@ def test_a_row_is_all_that_a_new_launcher_needs(environment, monkeypatch):
         check_processes(found, 2, 1, "Fabric")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "local", "advice"),
+    [(8, 4, "devices=4, num_nodes=2"), (2, 1, "devices=1, num_nodes=2"), (5, 3, "devices=5")],
+)
+def test_a_forgotten_number_of_nodes_is_advised(environment, ranks, local, advice):
+    """Not more devices than a node has; where nodes differ only the product is right."""
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    numbers = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0}
+    numbers |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local}
+    environment(torchrun | {name: str(value) for name, value in numbers.items()})
+    with pytest.raises(ValueError, match=rf"use Trainer\({advice}"):
+        check_processes(TorchElasticEnvironment(), local, 1)
+
+
 @pytest.mark.spmd(2)
 def test_address_is_not_needed_once_the_processes_have_met():
     with mock.patch.dict(os.environ):
