@@ -40,6 +40,12 @@ _OTHER_BLOCKS = (
     "with a weight of 0 in the loss.",
 )
 _OTHER_CALLS = "do different things", "let all ranks do so in the same order."
+_OTHER_LENGTHS = (
+    "read different numbers of batches",
+    "give all ranks as many: one batch_size, and data of one length; or end the loop on all ranks "
+    "after the same number: for batch in itertools.islice(loader, number).",
+)
+_READ_ALL = "has read all of its batches"
 
 _open: dict[tuple[int, ...], "SameBlocks"] = {}  # by ranks
 PROCESS_STATE = {"_open": _open}
@@ -146,6 +152,21 @@ class SameBlocks:
         self._count += 1
         self._status = self._count, ""
 
+    def ends_batches(self, number: int) -> None:
+        """Come to the end of a pass over batches, of which this rank has read a number.
+
+        Raises:
+            DisagreementError: Another rank has a further batch.
+            RankFailedError: A rank has ended, or failed, while this one waits for it.
+        """
+        self._agree(_READ_ALL, f"has read all of its {number} batches")
+        self.passes()
+
+    @property
+    def count(self) -> int:
+        """The number of places to which this rank has come with the others."""
+        return self._count
+
     @contextmanager
     def exchanges(self, event: str) -> Generator[None]:
         """Let a rank that waits for something else see that this rank is in a collective.
@@ -208,6 +229,8 @@ class SameBlocks:
             other = other or (waits if stuck > STUCK_LOOKS else "")
             if other and not self._store.check([f"{key}/all"]):
                 kind, remedy = _OTHER_BLOCKS if of_blocks else _OTHER_CALLS
+                if event == _READ_ALL or _READ_ALL in other:
+                    kind, remedy = _OTHER_LENGTHS
                 raise DisagreementError(
                     f"the ranks {kind}: rank {self._rank} {words}, where {other}; {remedy}"
                 )
@@ -242,6 +265,8 @@ class SameBlocks:
             if count > self._count:
                 expected = self._next.get(self._way)
                 does = f"{expected}, as before" if expected else "has gone on"
+                if event == _READ_ALL:
+                    does = "has another one"
                 return f"rank {rank} {does}"
             if count == self._count and waits not in ("", event):
                 return f"rank {rank} {waits}"

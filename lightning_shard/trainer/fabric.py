@@ -61,6 +61,7 @@ from lightning_shard.trainer.replica_samplers import (
 )
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.steps import step_by_mean_loss
+from lightning_shard.trainer.streams import compared_at_end
 
 
 class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - OnMesh comes first
@@ -286,7 +287,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]
     ) -> Generator[Any]:
         share_random_state(self.domain_mesh, self.root_device)
-        for number, batch in enumerate(begin()):
+        for number, batch in enumerate(compared_at_end(begin())):
             if number == 0:
                 refuse_unread(own_batches(loader))
             yield self._part_of(batch, first=number == 0)

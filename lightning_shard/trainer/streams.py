@@ -5,8 +5,12 @@ others go on would leave them waiting. Training ends with the batch that the sho
 last. Evaluation goes on to the longest: a rank without a batch takes part in the collectives only
 (uneven_evaluation.py). Before each batch the ranks agree who has one; a loader whose length is
 known is compared once, before it is read.
+
+In a loop of Fabric a rank may read alone, or leave the loop before the end. There the ranks compare
+at the end of a pass in which they have communicated.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from lightning_shard.fsdp.same_blocks import orders
 from lightning_shard.lightning import rank_zero_info
 
 
@@ -77,6 +82,23 @@ def end_with_the_longest(
                 "which replica reads what."
             )
         _replace(loader, lambda batches: _filled(batches, lengths), length=max(lengths))
+
+
+def compared_at_end(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches, at whose end all ranks that have run blocks together since must be.
+
+    Else the steps of one epoch on one rank would be paired with those of the next on another.
+
+    Raises:
+        DisagreementError: Another rank has a further batch.
+    """
+    before, number = [(order, order.count) for order in orders()], 0
+    for number, batch in enumerate(batches, 1):
+        yield batch
+    if threading.current_thread() is threading.main_thread():  # else it may read ahead
+        for order, count in before:
+            if order.count > count:
+                order.ends_batches(number)
 
 
 def count_as_the_longest(loader: DataLoader[Any]) -> None:
