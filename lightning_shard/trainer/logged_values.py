@@ -42,6 +42,7 @@ from lightning_shard.trainer.host import (
 from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.rate_search import follow_search
 from lightning_shard.trainer.reduce import divide
+from lightning_shard.trainer.same_optimizers import digest_of_optimizers, refuse_other_optimizers
 
 if TYPE_CHECKING:
     from lightning_shard.trainer.partial_step import PartialStep
@@ -252,11 +253,13 @@ class LoggedValues:
             raise DisagreementError(_other_names(names, dist.get_process_group_ranks(group)))
 
     def _compare_end(self, trainer: Trainer) -> None:
-        """Compare the values that are still to be reduced, and that no rank reduces more."""
+        """Compare the values that are still to be reduced, and options of optimizers."""
         if self._is_possible():
             names = "\n".join([_END, *not_reduced(trainer)])
-            _, tags, _ = self._exchange(torch.zeros(()), names, self._world)
+            digest = digest_of_optimizers(trainer.optimizers)
+            digests, tags, _ = self._exchange(digest, names, self._world)
             self._refuse_other_names(names, tags, self._world)
+            refuse_other_optimizers(digests.tolist(), trainer.optimizers, self._world)
             for name, unread, group in self._unread:
                 self._refuse_other_names(name, unread, group)
             self._unread.clear()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.lightning import (
     ClusterEnvironment,
+    GradientAccumulationScheduler,
     Launcher,
     LightningEnvironment,
     ParallelStrategy,
@@ -30,7 +31,7 @@ from lightning_shard.processes.process_info import process_info
 from lightning_shard.processes.start import join
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.trainer.environment import check_processes
-from lightning_shard.trainer.host import SubprocessScriptLauncher
+from lightning_shard.trainer.host import SubprocessScriptLauncher, callbacks_of
 from lightning_shard.trainer.notebook import NotebookLauncher
 from lightning_shard.trainer.same_optimizers import facts_of_optimizers, facts_of_schedules
 
@@ -376,6 +377,11 @@ def options_of_all_ranks(trainer: Trainer) -> dict[str, str]:
     together = (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)
     options["callbacks that save or stop"] = [
         f"{callback.state_key}, {_found(callback, SAVER_OPTIONS)}" for callback in together
+    ]
+    options["schedule of accumulate_grad_batches"] = [
+        callback.scheduling
+        for callback in callbacks_of(trainer)
+        if isinstance(callback, GradientAccumulationScheduler)
     ]
     return {f"the Trainer's {name}": str(value) for name, value in options.items()}
 

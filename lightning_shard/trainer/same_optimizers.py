@@ -1,9 +1,14 @@
 """Tells what optimizers and schedules must have in common, or the ranks would drift apart."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lightning_shard.processes.agreement import DisagreementError
 
 _SIMPLE = (bool, int, float, complex, str, type(None))
 
@@ -20,7 +25,7 @@ def facts_of_optimizers(optimizers: Sequence[Any]) -> dict[str, str]:
         facts[f"the class {of}"] = type(optimizer).__name__
         facts[f"the number of parameter groups {of}"] = str(len(optimizer.param_groups))
         for place, group in enumerate(optimizer.param_groups):
-            of_group = f"{of} (group {place})"
+            of_group = f"{of} (group {group.get('name', place)!r})"
             parameters = list(group["params"])
             facts[f"the number of parameters {of_group}"] = str(len(parameters))
             facts[f"the number of weights {of_group}"] = str(sum(p.numel() for p in parameters))
@@ -43,6 +48,39 @@ def facts_of_schedules(configs: Sequence[Any]) -> dict[str, str]:
         if state_of is not None:
             facts |= _options(state_of(), of)
     return facts
+
+
+def digest_of_optimizers(optimizers: Sequence[Any]) -> Tensor:
+    """Return a number that stands for `facts_of_optimizers`."""
+    facts = repr(facts_of_optimizers(optimizers))
+    return torch.tensor(zlib.crc32(facts.encode()) - 2**31, dtype=torch.int32)
+
+
+def refuse_other_optimizers(
+    digests: Sequence[int], optimizers: Sequence[Any], group: dist.ProcessGroup
+) -> None:
+    """Raise on all ranks of a group if their optimizers have come to differ in a training.
+
+    Args:
+        digests: `digest_of_optimizers` of each rank.
+        optimizers: The optimizers of this rank.
+        group: All ranks.
+
+    Raises:
+        DisagreementError: Two ranks differ.
+    """
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is None:
+        return
+    facts: list[Any] = [None] * len(digests)
+    dist.all_gather_object(facts, facts_of_optimizers(optimizers), group=group)
+    first, second = facts[0], facts[other]
+    name = next(name for name in [*first, *second] if first.get(name) != second.get(name))
+    raise DisagreementError(
+        f"{name} is {first.get(name)} on rank 0 and {second.get(name)} on rank {other}, which "
+        "were equal as the training began, so the weights of these ranks have drifted apart; let "
+        "hooks and callbacks change it on all ranks alike."
+    )
 
 
 def _options(values: Mapping[Any, Any], of: str) -> dict[str, str]:

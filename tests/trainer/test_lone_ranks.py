@@ -4,6 +4,9 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.multiprocessing import ProcessRaisedException
 
 from lightning_shard import launch
@@ -145,3 +148,35 @@ def draw_alone():
 def test_a_lone_picture_of_a_validation():
     words = r"the logger's add_image\(\) in validation_step.* waits at"
     ends_in_seconds(words, draw_alone, within_s=60)
+
+
+class OneRankFaster(Callback):
+    """Changes the rate of one rank, say after a look at its own loss."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and batch_idx == 1:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.5
+
+
+class Named(Featured):
+    def configure_optimizers(self):
+        return torch.optim.SGD([{"params": self.parameters(), "name": "all"}], lr=0.05)
+
+
+CHANGES = {
+    "lr": (OneRankFaster, r"lr of optimizer 0 \(group 'all'\) is 0.05 on rank 0 and 0.5 on rank 1"),
+    "accumulation": (
+        lambda: GradientAccumulationScheduler({1: 1 + dist.get_rank()}),
+        r"accumulate_grad_batches is \[{1: 1, .*}\] on rank 0 and \[{1: 2, .*}\] on rank 1",
+    ),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
+def test_what_one_rank_changes_in_its_steps_is_refused(what, domain):
+    """Else the weights of the ranks would drift apart in silence."""
+    callback, words = CHANGES[what]
+    with pytest.raises(ValueError, match=words):
+        fit_sharded(Named(), domain, callbacks=[callback()], max_epochs=3)
