@@ -50,7 +50,8 @@ def end_together(loader: DataLoader[Any], device: torch.device) -> None:
     elif len(set(lengths)) > 1:
         raise ValueError(
             f"the ranks' dataloaders have different numbers of batches, {lengths}, but every step "
-            "needs all ranks; let the sampler give each rank the same number (drop_last=True)."
+            "needs all ranks; give each the same batch_size, and as many samples: "
+            "torch.utils.data.Subset(dataset, range(number)) has the first ones."
         )
 
 
@@ -92,13 +93,14 @@ def compared_at_end(batches: Iterator[Any]) -> Iterator[Any]:
     Raises:
         DisagreementError: Another rank has a further batch.
     """
-    before, number = [(order, order.count) for order in orders()], 0
-    for number, batch in enumerate(batches, 1):
+    before, read = [(order, order.count) for order in orders()], 0
+    for batch in batches:
         yield batch
+        read += 1
     if threading.current_thread() is threading.main_thread():  # else it may read ahead
         for order, count in before:
             if order.count > count:
-                order.ends_batches(number)
+                order.ends_batches(read)
 
 
 def count_as_the_longest(loader: DataLoader[Any]) -> None:

@@ -8,13 +8,13 @@ import pytest
 import scipy.stats
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_shard.data.same_batch import check_same_batch
 from tests import training
 from tests.pairs import choose
 from tests.parity import mesh_of
-from tests.trainer.featured import Featured, sample
+from tests.trainer.featured import Featured, loader, sample
 
 
 class Stream(IterableDataset):
@@ -67,11 +67,21 @@ class Uneven(Dataset):
         return sample(index)
 
 
+REMEDIES = {  # of loaders with other numbers of batches: without and with what the error says
+    "samples": lambda mended: DataLoader(Subset(Uneven(), range(4)) if mended else Uneven(), 2),
+    "batch_size": lambda mended: loader(2 if mended else (12, 6)[dist.get_rank()]),
+}
+
+
 @pytest.mark.spmd(2)
-def test_known_lengths_that_differ_are_refused():
+@pytest.mark.parametrize("of", REMEDIES)
+def test_known_lengths_that_differ_are_refused_with_a_way_out(of):
     runner = training.trainer((1,), use_distributed_sampler=False)
-    with pytest.raises(ValueError, match=r"different numbers of batches, \[2, 4\]"):
-        runner.fit(Featured(), DataLoader(Uneven(), 2))
+    with pytest.raises(ValueError, match=rf"different numbers of batches, \[2, 4\].* {of}"):
+        runner.fit(Featured(), REMEDIES[of](False))
+    module, runner = Featured(), training.trainer((1,), use_distributed_sampler=False)
+    runner.fit(module, REMEDIES[of](True))
+    assert runner.global_step == len(REMEDIES[of](True))
 
 
 @pytest.mark.spmd(2)
