@@ -19,6 +19,7 @@ from lightning_shard.fsdp import choose_sharding
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.batches import Data, Stage, first_batches, pins_batches
 from lightning_shard.lab.clusters import read_cluster
+from lightning_shard.lab.extents import extents_of, refuse_empty_parts
 from lightning_shard.lab.fake_trainer import Traced, replaced, traced
 from lightning_shard.lab.machine import Cluster, Device
 from lightning_shard.lab.own_kernels import OwnKernels, own_kernels
@@ -136,7 +137,8 @@ def predict(
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
     Raises:
-        ValueError: It is no mesh, or the cluster has another number of devices.
+        ValueError: It is no mesh, the cluster has another number of devices, or the mesh has more
+            ranks along a dim than the field has rows.
         UnsupportedOperationError: The module uses an operation that cannot be split so.
     """
     sizes, where = as_mesh(mesh), read_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -168,6 +170,7 @@ def predict(
         shard_size=where.per_node if is_hybrid and where is not None else None,
     )
     batch = first_batches(module, data, stage)[0]
+    refuse_empty_parts(sizes, extents_of(batch, shard_dims), "tiles" if in_turns else "ranks")
     task = Task(
         module, data if isinstance(data, LightningDataModule) else None, [batch], sizes, stage,
         strategy={"shard_dims": shard_dims, "sharding": options},

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from lightning_shard.data.split import ShardDims
-from lightning_shard.data.tree import leaves_of
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.lab.batches import Data, first_batches
 from lightning_shard.lab.clusters import read_cluster
+from lightning_shard.lab.extents import extents_of
 from lightning_shard.lab.least_tiles import fewest
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.own_kernels import own_kernels
@@ -21,7 +19,6 @@ from lightning_shard.lab.ranking import Candidate, Ranking, Setting
 from lightning_shard.lab.run import Mesh, samples_of, trainer_options
 from lightning_shard.lightning import LightningDataModule, LightningModule
 from lightning_shard.processes.mesh import Sharding
-from lightning_shard.processes.narrow import is_mapping
 
 OTHER_MODES: tuple[Sharding, ...] = ("gradients", "none", "hybrid")
 TRIED_IN_ALL_MODES = 3  # so many of the fastest meshes
@@ -218,42 +215,6 @@ class _Search:
 def _share(candidate: Candidate, ranks: int) -> float:
     rest = candidate.forecast.memory - candidate.states
     return candidate.states + rest * candidate.setting.ranks / ranks
-
-
-def extents_of(batch: Any, shard_dims: ShardDims = None) -> tuple[int, ...]:
-    """Return the extents of a batch's largest field along the dims that a domain may split.
-
-    Args:
-        batch: The whole batch of one data replica.
-        shard_dims: The dims that may be split; see `HybridShardStrategy`.
-
-    Returns:
-        One extent for each dim; none if the batch has no field.
-    """
-    if isinstance(shard_dims, Mapping):
-        named = {name: dims for name, dims in shard_dims.items() if dims is not None}
-        found = [_extents(_entry(batch, name), dims) for name, dims in named.items()]
-        return max(found, key=math.prod, default=())
-    return _extents(batch, shard_dims)
-
-
-def _entry(batch: Any, name: Any) -> Any:
-    if is_mapping(batch):
-        return batch.get(name)
-    return batch[int(name)] if str(name).isdecimal() else getattr(batch, str(name), None)
-
-
-def _extents(entry: Any, dims: int | Sequence[int] | None) -> tuple[int, ...]:
-    fields = [
-        x for x in leaves_of(entry)
-        if isinstance(x, Tensor) and x.ndim > 2 and (dims is not None or x.is_floating_point())
-    ]  # fmt: skip
-    if not fields:
-        return ()
-    field = max(fields, key=lambda x: x.numel())
-    if dims is None:
-        return tuple(field.shape[2:])
-    return tuple(field.shape[dim] for dim in ([dims] if isinstance(dims, int) else dims))
 
 
 def meshes(devices: int, extents: Sequence[int]) -> list[Mesh]:

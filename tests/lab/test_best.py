@@ -15,8 +15,9 @@ from lightning_shard import HybridShardStrategy, ShardingOptions, TiledStrategy
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.lab import search
 from lightning_shard.lab.clusters import read_cluster
+from lightning_shard.lab.extents import extents_of
 from lightning_shard.lab.ranking import overlay
-from lightning_shard.lab.search import best, extents_of, meshes
+from lightning_shard.lab.search import best, meshes
 
 GB = 10**9
 

@@ -252,3 +252,12 @@ TIMES = ("seconds", "compute", "exchange", "link", "parameters_traffic", "overla
 def test_earlier_ways_to_say_the_mesh_are_named(old):
     with pytest.raises(TypeError, match=r"plan\(\) has no argument .*; give the ranks as mesh"):
         lightning_shard.plan(Net(), data(), 2, **old)
+
+
+def test_ranks_and_tiles_without_rows_are_refused():
+    """A prediction of 1000 ranks would take minutes, and divide rows that are not there."""
+    module = Net()
+    for where, parts in (({"mesh": "1x1000"}, "ranks"), ({"tiles": 13}, "tiles")):
+        with pytest.raises(ValueError, match=f"{parts} cannot share a dim of 12 rows"):
+            lightning_shard.plan(module, data(), **where)
+    assert lightning_shard.plan(module, data(), mesh="1x12").memory
