@@ -69,7 +69,7 @@ class Given:
         words = {*re.findall(r"\w+", text)}
         keys = {bare(o.key) for o in self.options if o.text and re.search(r"\.\D[^.]*$", o.key)}
         named = sorted(key for key in keys if key.rpartition(".")[2] in words)
-        return [f"{key} {self.place(key)}" for key in named]
+        return [f"{key} is set {self.place(key)}" for key in named]
 
     def __contains__(self, key: str) -> bool:
         return bool(self.place(key))

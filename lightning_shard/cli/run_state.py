@@ -63,7 +63,7 @@ class RunState(Callback):
         lines = [training_ended(trainer, time.monotonic() - self.started)]
         if self.first_step in (None, trainer.global_step):
             lines.append("Nothing was trained: a limit was reached before, or no batch came.")
-        more = f" --trainer.max_epochs {2 * (trainer.max_epochs or 1)}"
+        more = f" --trainer.max_epochs {2 * max(trainer.max_epochs or 1, trainer.current_epoch)}"
         if 0 < trainer.max_steps <= trainer.global_step:
             more = f" --trainer.max_steps {2 * trainer.max_steps}"
         lines += checkpoint_lines(trainer, _command(logs, more))

@@ -44,6 +44,10 @@ _BY_MESSAGE = {
         "If it is a value that fabric.all_reduce was given, which it changes in place: give it "
         "loss.detach().clone()."
     ),
+    "but you have set Trainer(max_epochs=": (
+        "max_epochs counts the epochs of the checkpoint, too: give one that is larger than its "
+        "current_epoch, by as many as are to be trained."
+    ),
     "unable to lock file": (
         "Another rank may have opened this file: the ranks of a domain hold one batch and run the "
         "same hooks. Write it where self.trainer.is_global_zero, or put self.global_rank into its "

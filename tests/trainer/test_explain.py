@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_shard import UnsupportedOperationError
 from lightning_shard.trainer.explain import explain
 from tests.trainer.featured import Featured, fit_sharded, loader
-from tests.training import trainer
+from tests.training import shared_path, trainer
 
 
 class ByHand(Featured):
@@ -85,3 +86,16 @@ def test_the_largest_number_of_an_empty_shard():
     (note,) = caught.value.__notes__
     assert "sharding='none'" in note
     assert "gradient_clip_val" in note
+
+
+@pytest.mark.spmd(2)
+def test_a_resumed_run_with_too_few_epochs():
+    path = shared_path("three_epochs.ckpt")
+    fit_sharded(Featured(), (2,), max_epochs=3).save_checkpoint(path)
+    runner = trainer((2,), max_epochs=1)
+    with pytest.raises(MisconfigurationException, match=r"epoch=3, .*max_epochs=1") as caught:
+        runner.fit(Featured(), loader(4), ckpt_path=path)
+    assert caught.value.__notes__[0].startswith("max_epochs counts the epochs of the checkpoint")
+    runner = trainer((2,), max_epochs=4)
+    runner.fit(Featured(), loader(4), ckpt_path=path)
+    assert runner.current_epoch == 4
