@@ -76,13 +76,23 @@ class RunState(Callback):
 
 def words_of_an_interrupt(trainer: Trainer) -> list[str]:
     """Say after Ctrl-C how to go on, without a collective, since other ranks may have ended."""
-    return [f"Interrupted after step {trainer.global_step}.", *_ways_on(trainer)]
+    return [f"Interrupted {_where(trainer)}.", *_ways_on(trainer)]
 
 
 def words_of_a_failure(trainer: Trainer) -> list[str]:
     """Say after an error of the disk how to go on."""
-    ended = f"The run ended after step {trainer.global_step}."
+    ended = f"The run ended {_where(trainer)}."
+    if trainer.state.fn != TrainerFn.FITTING:
+        return [ended]
     return [ended, *(_ways_on(trainer) or ["No checkpoint was written."])]
+
+
+def _where(trainer: Trainer) -> str:
+    """Say how far a training came, or which stage did not end: the others count no steps."""
+    stage = trainer.state.fn
+    if stage is None or stage == TrainerFn.FITTING:
+        return f"after step {trainer.global_step}"
+    return f"in {stage.value}"
 
 
 def _ways_on(trainer: Trainer) -> list[str]:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_shard.cli.run_state import words_of_a_failure, words_of_an_interrupt
 from tests.cli.stopped import AT_STEP
 from tests.cli.test_configs import FOLDER, NETWORK, SMALLER
 
@@ -141,3 +144,14 @@ def test_torchrun_tells_its_ranks_of_sigterm(tmp_path):
     stop_and_go_on(
         "mnist_cnn", tmp_path, signal.SIGTERM, *words, ranks=2, send=os.kill, by=TORCHRUN
     )
+
+
+def test_only_a_training_names_its_step():
+    """A prediction that was ended said "Interrupted after step 0", as if it were a training."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.state.fn = TrainerFn.PREDICTING
+    assert words_of_an_interrupt(trainer) == ["Interrupted in predict."]
+    assert words_of_a_failure(trainer) == ["The run ended in predict."]
+    trainer.state.fn = TrainerFn.FITTING
+    assert words_of_an_interrupt(trainer)[0] == "Interrupted after step 0."
+    assert words_of_a_failure(trainer)[0] == "The run ended after step 0."
