@@ -422,7 +422,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         """Reduce over the ranks; "sum" counts those that share samples once."""
         if self.logged.reduces(tensor, reduce_op):
             return self.logged.reduce(tensor, group, reduce_op, self.domain_size)
-        self.logged.comes_to_in_hook("reduces a value over all ranks", group)
+        self.logged.comes_to_in_hook("calls reduce over all ranks", group)
         return self.peers.reduce(
             tensor, self.root_device, group=group, reduce_op=reduce_op, copies=self.domain_size
         )
@@ -432,7 +432,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Gather one entry per data replica, along a new first dim."""
-        self.logged.comes_to_in_hook("gathers a value of all replicas", group)
+        self.logged.comes_to_in_hook("calls all_gather over all replicas", group)
         return super().all_gather(tensor, group, sync_grads)
 
     @override

@@ -66,8 +66,8 @@ def test_a_lone_read_of_a_shard(hook, read):
 COLLECTIVES = {
     "barrier": lambda module: module.trainer.strategy.barrier(),
     "broadcasts an object": lambda module: module.trainer.strategy.broadcast(1),
-    "reduces a value": lambda module: module.trainer.strategy.reduce(torch.ones(2)),
-    "gathers a value": lambda module: module.all_gather(torch.ones(2)),
+    "calls reduce": lambda module: module.trainer.strategy.reduce(torch.ones(2)),
+    "calls all_gather": lambda module: module.all_gather(torch.ones(2)),
 }
 
 
@@ -93,12 +93,13 @@ def communicate_alone(hook, words):
     [
         ("on_train_batch_end", "barrier"),
         ("on_train_epoch_end", "broadcasts an object"),
-        ("on_validation_end", "reduces a value"),
-        ("on_fit_start", "gathers a value"),
+        ("on_validation_end", "calls reduce"),
+        ("on_fit_start", "calls all_gather"),
     ],
 )
 def test_a_lone_collective(hook, words):
-    ends_in_seconds(f"{words}.* in {hook}", communicate_alone, hook, words)
+    told = f"the ranks do different things: .*{words}.* in {hook}"
+    ends_in_seconds(told, communicate_alone, hook, words)
 
 
 @pytest.mark.spmd(2)
