@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
+from lightning_shard.processes.failures.failure import Failure, note_first
 from lightning_shard.processes.failures.first_failure import FirstFailure
 
 
@@ -43,3 +44,15 @@ def test_rank_0_keeps_the_store_until_all_know_that_all_have_failed():
 
     with ThreadPoolExecutor(3) as ranks:
         assert [*ranks.map(fail, range(3))] == [False] * 3
+
+
+def test_a_sentence_is_not_said_again_below_itself():
+    mine, other = ValueError("it is no number."), OSError("no space")
+    mine.add_note("Take another one.")
+    text = Failure.of(0, mine).text
+    for error in (mine, other):
+        note_first(error, text)
+    assert mine.__notes__[1:] == [
+        "The run ends, because one rank failed first: rank 0, by this error"
+    ]
+    assert other.__notes__ == [f"The run ends, because one rank failed first: {text}"]

@@ -92,7 +92,9 @@ def ended(ranks: Sequence[int]) -> Failure:
 
 
 def note_first(error: BaseException, text: str) -> None:
-    """Add to an error, once, which rank failed first."""
+    """Add to an error, once, which rank failed first, and by which error if it is another one."""
+    if str(error) and f": {error}" in text:
+        text = f"{text.partition(':')[0]}, by this error"
     note = f"The run ends, because one rank failed first: {text}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
