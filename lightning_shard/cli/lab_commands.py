@@ -16,7 +16,7 @@ from lightning_shard.cli import lightning_cli
 from lightning_shard.cli.config_checks import sizes_of, strategy_options
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.run_state import RunState
-from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.cli.usage import UsageError, as_usage_error, note
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.compare import certify, check
 from lightning_shard.lab.offload_sizes import offload_sizes
@@ -104,6 +104,8 @@ class LabCLI(lightning_cli.ShardCLI):
             print(plan(self.model, source, self._mesh(), **where))
 
     def _check(self, source: Any) -> None:
+        if self.tiles is not None:
+            note("check compares ranks with one process; tiles have the rules of ranks")
         alone = math.prod(self.domain) == 1
         domain = (2,) if alone else tuple(min(size, 2) for size in self.domain)
         found = check(self.model, source, (1, *domain), **self.step)

@@ -316,7 +316,9 @@ def test_plans_and_checks_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "2x2 tiles in turns on one device" in words
     assert "NVLink-C2C" in words
     run(tmp_path, "check")
-    assert "2x2 ranks equals that of one process" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "2x2 ranks equals that of one process" in told.out
+    assert "check compares ranks with one process" in told.err
     for more, said in (
         (["--tiles", "auto"], "give plan a number of tiles, such as --tiles 8"),
         (["--cluster", "8xH100"], "and give a cluster of one device, such as 1xH100"),
