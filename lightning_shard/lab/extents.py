@@ -53,7 +53,7 @@ def refuse_empty_parts(mesh: Sequence[int], extents: Sequence[int], parts: str) 
     Args:
         mesh: The data replicas, and the parts along each split dim.
         extents: The extents of the dims that may be split.
-        parts: What the parts are: "ranks" or "tiles".
+        parts: The word for them: "ranks" or "tiles".
 
     Raises:
         ValueError: Some parts would be empty.
