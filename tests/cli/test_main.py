@@ -345,7 +345,7 @@ def test_an_option_that_a_refusal_names_has_its_place(capsys):
     Path("modes.yaml").write_text("model:\n  init_args:\n    modes: 8\n")
     _, lines = refusal(capsys, "--model.fail_in", "init", "--config", "modes.yaml")
     assert lines[-3] == "error: modes 8 needs at least 16 points, got 4"
-    assert lines[-1].strip() == "model.modes at modes.yaml:3"
+    assert lines[-1].strip() == "model.modes is set at modes.yaml:3"
 
 
 def test_refusal_on_another_rank_alone_is_still_said(capsys, monkeypatch):
