@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._decomp.decompositions_for_jvp as loaded_by_forward_mode
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import device_mesh, distributed_c10d
@@ -35,6 +36,9 @@ from lightning_shard.processes import mesh
 from lightning_shard.processes.torch_private.internals import open_groups
 from tests import quick_dtensor
 
+# torch parses it at the first use, which Python 3.11 at times refuses deep in a stack, by an error
+# of its own: "AST constructor recursion depth mismatch"
+assert loaded_by_forward_mode
 PR_SET_PDEATHSIG = 1  # of Linux
 UNPATCHED = "SHARD_TESTS_UNPATCHED" in os.environ  # set by `tests/run --unpatched`
 SILENCE_S = 120  # of all ranks, before the pool is given up
