@@ -1,4 +1,4 @@
-"""Makes process groups: those of a mesh where torch could not split the first, and one for writing.
+"""Makes process groups: those of a mesh where torch could not split the first, and on the host.
 
 Each is made once for the processes that there are, also where a script has several Trainers. They
 stay when a Trainer ends: sharded parameters need them, to be tested, saved, or trained further.
@@ -47,4 +47,19 @@ def _writing_group(timeout_s: float, _: dist.ProcessGroup | None) -> dist.Proces
     return group
 
 
-PROCESS_STATE = {"_writing_group": _writing_group}
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks that carries memory of the host; all of them must call."""
+    if "gloo" in dist.get_backend_config(group):
+        return group
+    return _host_group(tuple(dist.get_process_group_ranks(group)), dist.group.WORLD)
+
+
+@lru_cache(maxsize=8)
+def _host_group(ranks: tuple[int, ...], _: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Make a gloo group of some ranks, which alone take part."""
+    group = dist.new_group([*ranks], backend="gloo", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+PROCESS_STATE = {"_host_group": _host_group, "_writing_group": _writing_group}

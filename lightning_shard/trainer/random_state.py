@@ -1,8 +1,10 @@
-"""Reads and sets the states of this process's random number generators."""
+"""Reads and sets the states of this process's random number generators, and keeps them alike."""
 
 import os
 import pickle
 import random
+import warnings
+import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.domain.subdomain import domain_of
+from lightning_shard.processes.failures.failure_watch import is_of_processes
+from lightning_shard.processes.subgroups import host_group
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -87,3 +93,66 @@ def share_seeded_state(device: torch.device) -> None:
 def same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return True if two states that `random_state` returned draw the same numbers."""
     return pickle.dumps(storable(one)) == pickle.dumps(storable(other))
+
+
+class SharedNumbers:
+    """Lets the ranks of a domain draw the same random numbers in each step.
+
+    A hook that draws on the first rank alone, as to choose the sample of a picture, would let ranks
+    cut other windows out of one field, and wait for rows that do not come.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a domain."""
+        self._mesh: DeviceMesh | None = None
+        self._has_warned = False
+
+    def follow(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """Begin to compare the ranks of a domain.
+
+        Args:
+            mesh: The domain mesh, of one or several axes.
+            device: The device of this process.
+        """
+        self._mesh = mesh if mesh.size() > 1 and is_of_processes() else None
+        self._device = device
+        if self._mesh is not None:
+            axes = tuple(range(mesh.ndim))
+            self._group = host_group(domain_of(mesh).group(axes))
+
+    def agree(self) -> None:
+        """Go on with the numbers of the first rank where any rank would draw others; all call."""
+        if self._mesh is None:
+            return
+        own = _checksums(random_state(self._device))
+        sums = torch.tensor([*own.values()])
+        everywhere = torch.empty(self._mesh.size() * len(own), dtype=torch.int64)
+        dist.all_gather_into_tensor(everywhere, sums, group=self._group)
+        differs = (everywhere.view(-1, len(own)) != everywhere[: len(own)]).any(0).tolist()
+        if not any(differs):
+            return
+        share_random_state(self._mesh, self._device)
+        if not self._has_warned and dist.get_rank(self._group) == 0:
+            names = [name for name, other in zip(own, differs, strict=True) if other]
+            warnings.warn(
+                f"some of the ranks {dist.get_process_group_ranks(self._group)}, which share each "
+                f"sample, have drawn random numbers of {' and '.join(names)} alone, as a hook of "
+                "one rank does. All go on with those of the first rank, as one process would. Draw "
+                "on all ranks alike, or from a generator of your own, such as torch.Generator().",
+                stacklevel=2,
+            )
+        self._has_warned = True
+
+
+def _checksums(state: dict[str, Any]) -> dict[str, int]:
+    """Return a number for the state of each generator."""
+    _, keys, *rest = state["numpy"]
+    _, numbers, gauss = state["python"]
+    sums = {
+        "torch": zlib.crc32(state["torch"].numpy()),
+        "python": hash((numbers, gauss or 0.0)),  # None has another hash in each process
+        "numpy": zlib.crc32(keys, hash(tuple(rest)) % 2**32),
+    }
+    if "device" in state:
+        sums["the device"] = zlib.crc32(state["device"].cpu().numpy())
+    return sums

@@ -32,13 +32,10 @@ from lightning_shard.lightning import (
     rank_zero_warn,
 )
 from lightning_shard.processes.torch_private.internals import tree_leaves
+from lightning_shard.trainer.between_batches import follow_batches
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.held_signals import OutlivesSignals
-from lightning_shard.trainer.host import (
-    add_once,
-    inject_samplers,
-    own_batches,
-)
+from lightning_shard.trainer.host import add_once, inject_samplers, own_batches
 from lightning_shard.trainer.ordered_batches import (
     CPU,
     CommonDraws,
@@ -53,6 +50,7 @@ from lightning_shard.trainer.ordered_batches import (
     put_into,
 )
 from lightning_shard.trainer.random_state import (
+    SharedNumbers,
     random_state,
     seeded,
     share_random_state,
@@ -73,10 +71,15 @@ from lightning_shard.trainer.stream_order import StreamOrder
 
 
 class SampleOrder:
-    """Gives loaders the samples of a replica, in an order that can be resumed."""
+    """Gives loaders the samples of a replica, in an order that can be resumed.
+
+    Attributes:
+        numbers: Keeps the random numbers of the ranks of a domain alike.
+    """
 
     def __init__(self) -> None:
         """Begin without a trainer."""
+        self.numbers = SharedNumbers()
         self._asked: bool | None = None  # whether the user lets samplers be replaced
         self._ordered: list[Order] = []  # those of the training loaders
         self._late = LateStart()
@@ -114,6 +117,12 @@ class SampleOrder:
         share_seeded_state(device)
         alike = _EpochsBeginAlike(self._agree, self._begin_training, self._go_on_after_validation)
         add_once(trainer, alike, first=True)
+
+    def share_numbers(self) -> None:
+        """Let the ranks of a domain draw the same random numbers, now and before each batch."""
+        share_random_state(self._domain, self._device)
+        self.numbers.follow(self._domain, self._device)
+        follow_batches(self._trainer, self.numbers.agree)
 
     def comes_to(self, barrier: str | None) -> None:
         """Begin a list of training loaders if Lightning asks for them after this barrier."""

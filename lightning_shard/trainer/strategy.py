@@ -60,11 +60,7 @@ from lightning_shard.trainer.metrics_once import count_domains_once
 from lightning_shard.trainer.on_mesh import OnMesh, register
 from lightning_shard.trainer.ordered_batches import unfinished
 from lightning_shard.trainer.parameter_counts import count_pairs_once
-from lightning_shard.trainer.precision import (
-    clip_over_shards,
-    refuse_to_drop_imaginary_parts,
-)
-from lightning_shard.trainer.random_state import share_random_state
+from lightning_shard.trainer.precision import clip_over_shards, refuse_to_drop_imaginary_parts
 from lightning_shard.trainer.resumed_callbacks import end_as_saved, train_as_saved
 from lightning_shard.trainer.resumed_loops import end_saved_step
 from lightning_shard.trainer.sample_order import SampleOrder
@@ -183,7 +179,8 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
             self.logged.follow(trainer, self.root_device, replicas)
             say_what_was_not_saved(trainer, self.peers, self.saver)
         ends = end_between_batches(trainer, self.peers, self.saver, self.cluster_environment)
-        self._take_signals, begins = ends.signals.take, ends.before_validation_batch
+        self._take_signals = ends.signals.take
+        begins = ends.before_validation_batch, self.samples.numbers.agree
         self.evaluation.follow(trainer, self._module, self.root_device, replicas, begins=begins)
         end_saved_step(
             trainer,
@@ -271,7 +268,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
 
     def _share_among_ranks(self, trainer: Trainer) -> None:
         count_domains_once(trainer, self._module, self.data_group, self.domain_mesh)
-        share_random_state(self.domain_mesh, self.root_device)
+        self.samples.share_numbers()
         self._while_set_up.close()
         if self.exact_random is not None:
             self._while_set_up.enter_context(use_exact_random(self.exact_random))

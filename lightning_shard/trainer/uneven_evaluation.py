@@ -54,7 +54,7 @@ class UnevenEvaluation:
         device: torch.device,
         replicas: Sequence[int],
         *,
-        begins: Callable[[], None],
+        begins: Sequence[Callable[[], None]],
     ) -> None:
         """Follow the evaluations of a Trainer.
 
@@ -90,7 +90,8 @@ class UnevenEvaluation:
     def _step(
         self, loop: Any, plain: Callable[..., None], batch: Any, index: int, loader: int, *args: Any
     ) -> None:
-        self._begins()
+        for begin in self._begins:
+            begin()
         if not isinstance(batch, UnevenBatch):
             if index == 0 and args[0] is None:  # else the step itself reads batches
                 _refuse_repeated(loop, loader)

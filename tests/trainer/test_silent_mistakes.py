@@ -4,10 +4,13 @@ Each was seen on Lightning's own strategies for sharded models.
 """
 
 import copy
+import random
 import tempfile
+import warnings
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -527,3 +530,42 @@ def test_a_parameter_that_comes_late_is_refused_among_shards():
     """Each rank would train its own; with whole parameters it is followed."""
     with pytest.raises(RuntimeError, match="late was made after the module was sharded"):
         fit_sharded(Grows(), (2,), strategy={"sharding": "full"}, max_epochs=1)
+
+
+class CutsWindows(Featured):
+    """Turns and cuts each batch at random, as an augmentation does in a step."""
+
+    def loss(self, batch):
+        start, turned = int(torch.randint(0, 4, ())), np.random.rand() < random.random()  # noqa: NPY002
+        fields = [x.flip(2) if turned else x for x in (batch["x"], batch["y"])]
+        x, y = (field[:, :, start : start + 6] for field in fields)
+        return (self(x) - y).square().mean() + 0.1 * nn.functional.dropout(self.weight).sum()
+
+
+class DrawsPictures(Callback):
+    """Chooses on the first rank which sample to draw."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.is_global_zero:
+            torch.randperm(4)
+            random.random()
+            np.random.rand()  # noqa: NPY002
+
+    def on_validation_batch_end(self, trainer, *args):
+        self.on_train_batch_end(trainer)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(4,), (2, 2)], ids=["1x4", "1x2x2"])
+def test_random_numbers_of_one_rank(domain):
+    """Ranks of a domain would cut other windows out of one field."""
+    modules = CutsWindows(), CutsWindows()
+    for module, fit in zip(modules, (fit_alone, partial(fit_sharded, domain=domain)), strict=True):
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(3 + (module is modules[1]) * dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(module, callbacks=[DrawsPictures()], max_epochs=2)
+        said = [str(w.message) for w in caught if "have drawn random numbers" in str(w.message)]
+        assert len(said) == (module is modules[1] and dist.get_rank() == 0)
+    assert_same_state(modules[1], modules[0])
