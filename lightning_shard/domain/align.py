@@ -73,12 +73,16 @@ def whole(x: Subdomain, dim: int) -> Subdomain:
 
 
 def gathered(x: Subdomain) -> Tensor:
-    """Gather the full tensor on every rank; its gradient goes back to the owners, added up."""
+    """Gather the full tensor on every rank; its gradient goes back to the owners, added up.
+
+    It lies in memory alike on all ranks, or a view on one would be a copy on another.
+    """
     flat = Layout(tuple((f,) for dim in x.layout.dims for f in dim), x.layout.grid)
     parts = x.like(x.local.reshape(flat.local_shape), flat)
     for dim in flat.split_dims:
         parts = parts.like(fetch_all(parts, dim), parts.layout.with_dim(dim, parts.shape[dim], ()))
-    return parts.local.reshape(x.shape)
+    found = parts.local.reshape(x.shape)
+    return found.contiguous(memory_format=x.format_told) if flat.split_dims else found
 
 
 def one_factor(x: Subdomain, dim: int) -> Subdomain:

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from lightning_shard.domain.comm import add_to_owners, exchange
 from lightning_shard.domain.layout import Dim, Grid, partition
+from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.together import Route
 
@@ -110,7 +112,16 @@ def fetch(x: Subdomain, dim: int, needs: Needs) -> Tensor:
         dim: The dim of the rows, split.
         needs: Spans of global rows, all in range, that each rank of the dim's group wants.
     """
-    return exchange(x.local, dim, route_of(x, dim, needs), x.domain.group(x.layout.axes(dim)))
+    found = exchange(x.local, dim, route_of(x, dim, needs), x.domain.group(x.layout.axes(dim)))
+    return _laid_as_told(x, found)
+
+
+def _laid_as_told(x: Subdomain, found: Tensor) -> Tensor:
+    """Lay rows that came as the whole of `x` lies, where the own rows do not show how that is."""
+    told = x.format_told
+    if told == torch.contiguous_format or format_of(x.local) == told:
+        return found
+    return found.contiguous(memory_format=told)
 
 
 def fetch_to_read(x: Subdomain, dim: int, needs: Needs) -> Tensor:
@@ -128,8 +139,18 @@ def fetch_to_read(x: Subdomain, dim: int, needs: Needs) -> Tensor:
 
 def fetch_all(x: Subdomain, dim: int) -> Tensor:
     """Bring all rows of `dim` to every rank."""
+    return fetch_alike(x, dim, (0, x.shape[dim]))
+
+
+def fetch_alike(x: Subdomain, dim: int, rows: Span) -> Tensor:
+    """Bring the same rows of `dim` to every rank, which lie in memory alike on all ranks.
+
+    The parts may lie otherwise, as one without rows does. Then a view of the rows on one rank would
+    be a copy on another.
+    """
     parts = x.layout.grid.parts(x.layout.axes(dim))
-    return fetch(x, dim, (((0, x.shape[dim]),),) * parts)
+    found = fetch(x, dim, ((rows,),) * parts)
+    return found.contiguous(memory_format=x.format_told) if parts > 1 else found
 
 
 def scatter_sum(x: Subdomain, dim: int, axes: tuple[int, ...]) -> Subdomain:

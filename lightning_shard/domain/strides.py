@@ -87,6 +87,18 @@ def channels_last(shape: Shape) -> Strides | None:
 
 
 @lru_cache(maxsize=4096)
+def shows_channels_last(layout: Layout) -> bool:
+    """Return True if each part of a tensor shows whether its channels lie last.
+
+    A part without rows does not, nor one that has one channel, or one place.
+    """
+    if layout.leaves_empty or layout.ndim not in (4, 5) or layout.shape[1] == 1:
+        return False
+    whole_places = [n for d, n in enumerate(layout.shape) if d > 1 and not layout.axes(d)]
+    return not layout.leaves_one_row or (not layout.axes(1) and max(whole_places, default=1) > 1)
+
+
+@lru_cache(maxsize=4096)
 def are_dense(shape: Shape, strides: Strides) -> bool:
     """Return True if the elements fill their memory, in any order of dims."""
     step = 1

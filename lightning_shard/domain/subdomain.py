@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain.layout import Grid, Layout
+from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.strides import (
     Strides,
     are_in_order,
@@ -22,6 +23,7 @@ from lightning_shard.domain.strides import (
     of_copy,
     of_view,
     of_whole,
+    shows_channels_last,
 )
 from lightning_shard.domain.wire import all_gather
 from lightning_shard.processes.subgroups import making_groups
@@ -230,15 +232,27 @@ class Subdomain:
     def like(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
         """Wrap a new local tensor on the same domain; its layout is this one by default."""
         layout = layout or self.layout
-        strides = layout.strides if self.is_in_order else self._strides_in_format(local, layout)
+        strides = layout.strides if self.is_in_order else self._strides_of_result(local, layout)
         return Subdomain(local, layout, self.domain, None, strides)
 
-    def _strides_in_format(self, local: Tensor, layout: Layout) -> Strides | None:
+    def beside(self, weight: Tensor, local: Tensor, layout: Layout) -> "Subdomain":
+        """Wrap what a convolution makes: with the channels last where those of `weight` lie so."""
+        if not self.is_in_order or weight.stride() != channels_last(tuple(weight.shape)):
+            return self.like(local, layout)
+        return Subdomain(local, layout, self.domain, None, _strides_in_format(local, layout))
+
+    def _strides_of_result(self, local: Tensor, layout: Layout) -> Strides | None:
         """Strides of a result with the channels last, as this has them; of others nobody knows."""
         if self.strides is None or self.strides != channels_last(self.shape):
             return None
-        is_kept = local.stride() == channels_last(tuple(local.shape))
-        return channels_last(layout.shape) if is_kept else None
+        return _strides_in_format(local, layout)
+
+    @property
+    def format_told(self) -> torch.memory_format:
+        """The memory format of the whole tensor, equal on all ranks; row by row where unknown."""
+        if self.strides is None or self.is_in_order or self.strides != channels_last(self.shape):
+            return torch.contiguous_format
+        return torch.channels_last if self.ndim == 4 else torch.channels_last_3d
 
     def alike(self, local: Tensor) -> "Subdomain":
         """Wrap new memory like it, such as a clone or a tensor of another dtype."""
@@ -323,6 +337,17 @@ class Subdomain:
             _uncounted.add(copied)
         # rows that travelled lie in the order of their dims
         return Subdomain(local, layout, self.domain, copied, strides if self.is_in_order else None)
+
+
+def _strides_in_format(local: Tensor, layout: Layout) -> Strides | None:
+    """Strides of a whole with the channels last, if this part of it lies so.
+
+    The strides of some parts say nothing. All ranks ask the layout whether there is such a part, or
+    they would answer differently.
+    """
+    if not shows_channels_last(layout) or format_of(local) == torch.contiguous_format:
+        return None
+    return channels_last(layout.shape)
 
 
 def domain_of(mesh: DeviceMesh) -> Domain:

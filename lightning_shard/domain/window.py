@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
@@ -60,13 +61,21 @@ def window_rows(
     held = rows.shape[dim]
     after = rows_and_edges - before - held if rows_and_edges else 0
     if before or after:
-        rows = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
+        rows = with_edges(x, dim, rows, before, after, fill)
     if repeats and before:
         firsts = [(place - before) % dilation for place in range(before)]
         places = [before + n if n < held else place for place, n in enumerate(firsts)]
         places = [*places, *range(before, rows.shape[dim])]
         rows = selected(rows, dim, torch.tensor(places, device=rows.device))
     return x.like(rows, layout)
+
+
+def with_edges(
+    x: Subdomain, dim: int, rows: Tensor, before: int, after: int, fill: float | None
+) -> Tensor:
+    """Put rows of `fill` before and after rows of `x`; they lie as the whole, also around none."""
+    found = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
+    return found if rows.shape[dim] else found.contiguous(memory_format=x.format_told)
 
 
 @lru_cache(maxsize=4096)
@@ -146,7 +155,7 @@ def spread_rows(
     before = min(max(-first, 0), last - first)
     after = last - first - before - rows.shape[dim]
     if before or after:
-        rows = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
+        rows = with_edges(x, dim, rows, before, after, fill)
     return x.like(rows, layout), low - (first * stride - padding)
 
 

@@ -66,7 +66,7 @@ def solve(
     if func is linalg.solve and tuple(b.shape) == tuple(a.shape[:-1]):
         column = unsqueeze(func, b, -1) if isinstance(b, Subdomain) else b.unsqueeze(-1)
         x = solve(func, a, column, *args, **kwargs)
-        return x.like(x.local.squeeze(-1), Layout(x.layout.dims[:-1], x.layout.grid))
+        return x.in_rows(x.local.squeeze(-1), Layout(x.layout.dims[:-1], x.layout.grid))
     own = subdomains([a, b])[0]
     last = func in (linalg.solve, linalg.solve_triangular)  # the right sides come last
     matrix, sides = (a, b) if last else (b, a)
@@ -90,7 +90,7 @@ def solve(
     order, rows = (Factor(matrix.shape[-1]),), (Factor(sides.shape[-2]),)
     wanted = {id(matrix): placed(order, order), id(sides): placed(rows, columns)}
     found = func(*[local_part(t, wanted[id(t)]) for t in pair], *args, **kwargs)
-    solved = own.like(found, placed(rows, columns))
+    solved = own.in_any_order(found, placed(rows, columns))  # torch solves column by column
     return solved if spare is None else split_moved(solved, solved.ndim + spare, solved.ndim - 2)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import one_factor, sum_over, take_local, volume
+from lightning_shard.domain.align import in_own_memory, one_factor, sum_over, take_local, volume
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.half import wide
 from lightning_shard.domain.local_group import after
@@ -106,7 +106,7 @@ def local_response_norm(
     if 0 in x.local.shape and 0 not in x.shape:  # torch would return it as it is
         (x,) = cast_for(of_one(func, 1), x)
     if x.ndim < 3 or not x.layout.axes(1):
-        return x.like(func(x.local, size, alpha, beta, k))
+        return in_own_memory(x.like(func(x.local, size, alpha, beta, k)), x)
     x = one_factor(x, 1)
     rows = window_rows(x, 1, x.shape[1], kernel=size, stride=1, padding=size // 2).local
     own = x.local.shape[1]

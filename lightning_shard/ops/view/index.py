@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import in_own_memory, one_factor, subdomains
-from lightning_shard.domain.fetch import Span, fetch, needs_of, route_of
+from lightning_shard.domain.fetch import Span, fetch, fetch_alike, needs_of, route_of
 from lightning_shard.domain.layout import layout_of
 from lightning_shard.domain.strides import Strides, are_dense
 from lightning_shard.domain.subdomain import Subdomain
@@ -67,7 +67,7 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
     if x.layout.axes(dim):
         x = one_factor(x, dim)
         parts = x.layout.grid.parts(x.layout.axes(dim))
-        local, place, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
+        local, place, moved = fetch_alike(x, dim, (row, row + 1)), 0, parts > 1
         if moved and strides is not None and not are_dense(layout.shape, strides):
             local = torch.cat([local, local], dim)  # a view of a row lies apart, as in torch
     picked, index = local.select(dim, place), (slice(None),) * dim + (row,)

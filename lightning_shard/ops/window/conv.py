@@ -64,7 +64,7 @@ def conv(
         return _waiting(func, x, (weight, bias), windows, groups)
     layout, parameters = _layout_of(x.layout, weight.shape[0], windows), (weight, bias)
     made = conv_together(here, func, x, parameters, windows, split[0], groups, layout)
-    return after(made, lambda local: x.like(local, layout))
+    return after(made, lambda local: x.beside(weight, local, layout))
 
 
 @lru_cache(maxsize=4096)
@@ -102,7 +102,7 @@ def _while_rows_travel(
 
     numbers, group = numbers_of(windows, split, groups), x.domain.group(plan.halo.axes)
     result = overlapped(plan, (local, weight, bias), numbers, plain, group)
-    return x.like(result, _layout_of(x.layout, weight.shape[0], windows))
+    return x.beside(weight, result, _layout_of(x.layout, weight.shape[0], windows))
 
 
 def _waiting(
@@ -126,10 +126,11 @@ def _waiting(
             # 'same' with an even kernel: torch pads the end by one more
             x = x.like(F.pad(x.local, [0, 0] * (x.ndim - w.dim - 1) + [0, w.after - w.before]))
     if 0 in layout.local_shape or x.local.numel() == 0:
-        return x.like(_empty(layout, x.local, weight, bias), layout)
+        return x.beside(weight, _empty(layout, x.local, weight, bias), layout)
     strides, inner = [w.stride for w in windows], [w.before * (w not in reading) for w in windows]
     dilations = [w.dilation for w in windows]
-    return x.like(func(x.local, weight, bias, strides, inner, dilations, groups), layout)
+    found = func(x.local, weight, bias, strides, inner, dilations, groups)
+    return x.beside(weight, found, layout)
 
 
 @lru_cache(maxsize=4096)

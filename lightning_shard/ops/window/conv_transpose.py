@@ -59,6 +59,7 @@ def conv_transpose(
             layout = layout.with_dim(dim, output)
     if 0 in layout.local_shape:
         sources = cast_for(func, x.local, weight, bias)
-        return x.like(empty_attached(layout.local_shape, *sources, is_curved=True), layout)
+        nothing = empty_attached(layout.local_shape, *sources, is_curved=True)
+        return x.beside(weight, nothing, layout)
     local = func(x.local, weight, bias, strides, inner, extra, groups, dilations)
-    return x.like(rows_from(local, starts, layout.local_shape), layout)
+    return x.beside(weight, rows_from(local, starts, layout.local_shape), layout)

@@ -9,6 +9,7 @@ from lightning_shard.domain.align import in_own_memory, one_factor
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.window import with_edges
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.index import chosen_rows, strided
@@ -77,5 +78,4 @@ def _pad_split(
     rows = fetch(x, dim, needs_of(extent, layout.grid.parts(layout.axes(dim)), inside))
     missing = high - low - rows.shape[dim]
     head = min(max(before - low, 0), missing)
-    local = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [head, missing - head], value=value)
-    return x.like(local, layout)
+    return x.like(with_edges(x, dim, rows, head, missing - head, value), layout)
