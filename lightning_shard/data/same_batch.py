@@ -20,13 +20,15 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
     """Compare what the ranks of the domain have read. All of them must call this.
 
     Raises:
-        ValueError: They have read different samples, whose parts make up no field.
+        ValueError: They have read different samples, whose parts make up no field. Or the samples
+            lie otherwise in memory.
     """
-    read = {
-        "".join(f"[{key!r}]" for key in path): identity_of(x)
+    leaves = {
+        "".join(f"[{key!r}]" for key in path): x
         for path, x in named_leaves(batch)
         if isinstance(x, Tensor | LocalPart)
     }
+    read = {name: identity_of(x) for name, x in leaves.items()}
     if found := first_difference(read, mesh):
         ranks, name = found
         entry = f"entry {name}" if name else "the tensor itself"
@@ -34,6 +36,14 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
             f"the ranks {ranks} share each sample, but read different batches ({entry}); "
             "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
             "which replica reads what) and draw augmentations from the same seed."
+        )
+    if found := first_difference({name: _steps_of(x) for name, x in leaves.items()}, mesh):
+        ranks, name = found
+        entry = f"entry {name}" if name else "the tensor itself"
+        raise ValueError(
+            f"the ranks {ranks} share each sample, but what they read lies otherwise in memory "
+            f"({entry}): a view on one rank would be a copy on another. Return x.contiguous() from "
+            "the dataset or the collate function, on all ranks alike."
         )
 
 
@@ -62,6 +72,13 @@ def identity_of(x: Tensor | LocalPart) -> tuple[Any, ...]:
     if x.is_nested:
         return (str(x.dtype), *(identity_of(each) for each in x.unbind()))
     return (tuple(x.shape), str(x.dtype), zlib.crc32(_bytes_of(x.detach().cpu())))
+
+
+def _steps_of(x: Tensor | LocalPart) -> list[int] | None:
+    """Return the strides of dims of several rows; None of what has none."""
+    if isinstance(x, LocalPart | DomainTensor) or x.layout is not torch.strided or x.is_nested:
+        return None
+    return [step for step, n in zip(x.stride(), x.shape, strict=True) if n > 1]
 
 
 def _bytes_of(x: Tensor) -> bytes:
