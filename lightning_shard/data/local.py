@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from lightning_shard.data.not_yet import NotYetATensor
 from lightning_shard.processes.torch_private.internals import collate_functions
-from lightning_shard.tensor.placement import from_local
+from lightning_shard.tensor.placement import rows_from_local
 
 
 @dataclass
@@ -97,7 +97,7 @@ class LocalPart(NotYetATensor):
         Raises:
             ValueError: The rows are not those that this rank has of a tensor of `shape`.
         """
-        return from_local(self.tensor, mesh, dims, self.shape)
+        return rows_from_local(self.tensor, mesh, dims, self.shape)
 
 
 def _collate(

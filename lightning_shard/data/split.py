@@ -12,7 +12,7 @@ from lightning_shard.data.file_field import FileField
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import entries_of, is_graph, leaves_of, map_leaves, with_entries
 from lightning_shard.tensor.local_mesh import LocalMesh
-from lightning_shard.tensor.placement import is_field, shard
+from lightning_shard.tensor.placement import is_field, shard, shard_alike
 
 _WHOLE = (Tensor, LocalPart, FileField)
 Dims = int | Sequence[int]
@@ -201,4 +201,6 @@ def _split(
         if isinstance(mesh, LocalMesh):
             raise ValueError(f"{what} was read in parts, of which one process reads one.")
         return x.split(mesh, dims)
-    return shard(x, mesh, dims)
+    if isinstance(mesh, LocalMesh):
+        return shard(x, mesh, dims)
+    return shard_alike(x, mesh, dims)

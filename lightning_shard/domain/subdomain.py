@@ -67,9 +67,12 @@ class Domain:
             question: Asks it of this member.
             device: A device whose tensors the members exchange.
         """
-        said = torch.tensor(question(), device=device)
+        return bool(self.gathered(torch.tensor(question(), device=device)).any())
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Gather a few numbers of each member, stacked in order; all members call."""
         everyone = tuple(range(len(self.grid.sizes)))
-        return bool(all_gather(said, math.prod(self.grid.sizes), self.group(everyone)).any())
+        return all_gather(own, math.prod(self.grid.sizes), self.group(everyone))
 
     def drawing(
         self, generator: torch.Generator | None, device: torch.device

@@ -41,11 +41,12 @@ from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.domain.uneven import check_parts, exchange_rows, spans_of
 from lightning_shard.processes.torch_private.typed import fft
 from lightning_shard.tensor import placement
+from lightning_shard.tensor.tensor import DomainTensor
 
 
 def scatter(x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Tensor:
     """Return this rank's part of `x`, which every rank holds whole."""
-    return placement.shard(x, mesh, dims).to_local()
+    return placement.shard_alike(x, mesh, dims).to_local()
 
 
 def gather(x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -54,7 +55,7 @@ def gather(x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequen
     Raises:
         ValueError: `x` is not this rank's part of it.
     """
-    return placement.gather(placement.from_local(x, mesh, dims, shape))
+    return placement.gather(DomainTensor(placement.part_from(x, mesh, dims, shape)))
 
 
 def all_gather_v(
@@ -159,7 +160,7 @@ def transpose(
     """
     if mesh.ndim != 1:
         raise ValueError(f"transpose needs a mesh of one axis; got {mesh.ndim} axes. Slice it.")
-    part = placement.from_local(x, mesh, join, shape)
+    part = placement.part_from(x, mesh, join, shape)
     parted, before = (part_sizes(part.shape[d], mesh.size()) for d in (split, join))
     return comm.transpose(x, split, join, parted, before, mesh.get_group())
 
@@ -226,7 +227,8 @@ def _transform(
     shape: Sequence[int],
     **options: Any,
 ) -> Tensor:
-    return function(placement.from_local(x, mesh, dims, shape), **options).to_local()
+    part = placement.part_from(x, mesh, dims, shape)
+    return function(DomainTensor(part), **options).to_local()
 
 
 class _Copy(Function):

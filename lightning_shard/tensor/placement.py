@@ -1,15 +1,18 @@
 """Splits a tensor over a domain mesh, and puts it together again."""
 
+import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain.align import gathered, own_part
 from lightning_shard.domain.layout import Layout, splits_of
-from lightning_shard.domain.strides import of_copy, of_whole
-from lightning_shard.domain.subdomain import Subdomain, domain_of
+from lightning_shard.domain.strides import Strides, of_copy, of_whole
+from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
 from lightning_shard.tensor.autograd_function import install_functions
 from lightning_shard.tensor.local_mesh import LocalField, LocalMesh
@@ -31,7 +34,8 @@ def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int
 
     Returns:
         The same values as a `DomainTensor`, or as a field in tiles; each rank keeps a copy of its
-        rows. Any extent can be split over any number of ranks: rows are shared out as by
+        rows. It lies in memory as the tensor does, if that lies alike on all ranks, else row by
+        row. Any extent can be split over any number of ranks: rows are shared out as by
         `torch.tensor_split`.
 
     Raises:
@@ -39,6 +43,15 @@ def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int
     """
     if isinstance(mesh, LocalMesh):
         return mesh.cut(tensor, dims)
+    known = type(tensor) in (Tensor, Rows) or dispatches(type(tensor))
+    plain = tensor if known else tensor.as_subclass(Tensor)
+    if not _are_alike([*plain.stride()], domain_of(mesh)):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return shard_alike(tensor, mesh, dims)
+
+
+def shard_alike(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> DomainTensor:
+    """Split a tensor, see `shard`, that lies in memory alike on all ranks: none has to ask."""
     _install()
     domain = domain_of(mesh)
     layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
@@ -66,17 +79,40 @@ def from_local(
         mesh: The domain mesh, of one or several axes.
         dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis.
         shape: The global shape. Without it the ranks tell each other the shapes of their parts, and
-            rows move to where `torch.tensor_split` puts them; all ranks must then call.
+            rows move to where `torch.tensor_split` puts them.
+
+    All ranks call, since they tell each other how their parts lie in memory, and whether one
+    requires grad: then the whole does.
 
     Raises:
         ValueError: `local` is not this rank's part of a tensor of `shape`, or the parts do not make
             up a whole.
     """
-    _install()
     domain = domain_of(mesh)
     if shape is None:
         splits = splits_of(local.ndim, domain.grid.sizes, dims)
         local, shape = to_canonical(local, domain, splits)
+    part = part_from(local, mesh, dims, shape)
+    return DomainTensor(_agreed(local, part.layout, domain))
+
+
+def rows_from_local(
+    local: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int]
+) -> DomainTensor:
+    """Wrap this rank's part of a tensor of `shape`, laid row by row, so that no rank has to ask."""
+    part = part_from(local.contiguous(), mesh, dims, shape)
+    return DomainTensor(part.in_rows(part.local))
+
+
+def part_from(
+    local: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int]
+) -> Subdomain:
+    """Check this rank's part of a tensor of `shape`, without a message; see `from_local`.
+
+    Nobody knows how the whole lies, since the other parts may lie otherwise.
+    """
+    _install()
+    domain = domain_of(mesh)
     layout = Layout.of(shape, splits_of(len(shape), domain.grid.sizes, dims), domain.grid)
     if tuple(local.shape) != layout.local_shape:
         raise ValueError(
@@ -84,10 +120,40 @@ def from_local(
             f"{tuple(local.shape)}. Split the rows as torch.tensor_split does, or leave the shape "
             "out: rows then move to where they belong."
         )
-    strides = layout.strides
+    return Subdomain(local, layout, domain)
+
+
+def _agreed(local: Tensor, layout: Layout, domain: Domain) -> Subdomain:
+    """Wrap the part of which the ranks agree how the whole lies, and whether it has a graph.
+
+    One rank alone may have a part that lies otherwise, or that requires grad. If each went by its
+    own, a write would reach others on some ranks only, and backward would pair other messages.
+    Parts that do not lie alike are laid row by row.
+    """
+    strides: Strides | None = layout.strides
     if not local.is_contiguous():
         strides = of_whole(layout.local_shape, local.stride(), layout)
-    return DomainTensor(Subdomain(local, layout, domain, None, strides))
+    own = [*(strides or [-1] * layout.ndim)]
+    if not _are_alike([*own, int(local.requires_grad)], domain):
+        if not _are_alike(own, domain):
+            local, strides = local.contiguous(), layout.strides
+        some_graph = domain.any_says(lambda: local.requires_grad, _device_of(domain))
+        if some_graph and not local.requires_grad:
+            local = local.detach().requires_grad_()
+    return Subdomain(local, layout, domain, None, strides)
+
+
+def _are_alike(numbers: list[int], domain: Domain) -> bool:
+    """Return whether these numbers are the same on all ranks, which all call."""
+    if math.prod(domain.grid.sizes) == 1:
+        return True
+    mark = zlib.crc32(repr(numbers).encode())  # of one size, also where ranks have other dims
+    told = domain.gathered(torch.tensor(mark, device=_device_of(domain)))
+    return bool((told == told[0]).all())
+
+
+def _device_of(domain: Domain) -> torch.device:
+    return torch.device(domain.mesh.device_type)
 
 
 def _install() -> None:

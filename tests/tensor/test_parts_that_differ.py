@@ -1,0 +1,94 @@
+"""Parts that a user wraps may lie otherwise on one rank, or have a graph there alone."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from lightning_shard import UnsupportedOperationError, from_local, functional, gather, shard
+from tests.parity import assert_same, mesh_of
+
+SHAPE = (2, 3, 7, 4)
+FIELD = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+KERNEL = torch.linspace(-1, 1, 81, dtype=torch.float64).view(3, 3, 3, 3)
+LAY = {
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "turned": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "apart": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+def own_rows():
+    return shard(FIELD, mesh_of(3), 2).to_local()
+
+
+def told(fact):
+    facts = [None] * dist.get_world_size()
+    dist.all_gather_object(facts, fact)
+    return facts
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("with_shape", [True, False])
+@pytest.mark.parametrize("lay", LAY)
+def test_parts_that_lie_otherwise_on_one_rank(lay, with_shape):
+    """All ranks refuse a write through a view, or all write."""
+    local = own_rows()
+    local = LAY[lay](local) if dist.get_rank() == 1 else local
+    x = from_local(local, mesh_of(3), 2, SHAPE if with_shape else None)
+    assert told(x.stride())[0] == told(x.stride())[1] == told(x.stride())[2]
+    assert_same(gather(F.conv2d(x, KERNEL, padding=1)), F.conv2d(FIELD, KERNEL, padding=1))
+    try:
+        x.flatten(1).mul_(2)
+        refused = False
+    except UnsupportedOperationError:
+        refused = True
+    assert told(refused) in ([True] * 3, [False] * 3)
+    assert_same(gather(x), FIELD if refused else 2 * FIELD)
+    x.mul_(3)
+    assert_same(gather(x), FIELD * (3 if refused else 6))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("lay", ["channels last", "apart"])
+def test_parts_that_lie_alike(lay):
+    """They keep the strides of the whole tensor, as far as parts show them."""
+    whole = LAY[lay](FIELD)
+    x = from_local(LAY[lay](own_rows()), mesh_of(3), 2, SHAPE)
+    assert x.subdomain.strides == (whole.stride() if lay == "channels last" else None)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("rank", range(3))
+def test_a_graph_of_one_rank(rank):
+    """Backward calls the same collectives on all ranks."""
+    whole = FIELD.clone().requires_grad_()
+    F.conv2d(whole, KERNEL, padding=1).square().sum().backward()
+    local = own_rows().requires_grad_(dist.get_rank() == rank)
+    x = from_local(local, mesh_of(3), 2, SHAPE)
+    assert x.requires_grad
+    F.conv2d(x, KERNEL, padding=1).square().sum().backward()
+    if dist.get_rank() == rank:
+        low, high = ((0, 3), (3, 5), (5, 7))[rank]
+        assert_same(local.grad / 3, whole.grad[:, :, low:high])
+    else:
+        assert local.grad is None
+
+
+@pytest.mark.spmd(3)
+def test_functions_of_parts_that_differ():
+    local = own_rows()
+    local = LAY["channels last"](local) if dist.get_rank() == 1 else local
+    found = functional.gather(local, mesh_of(3), 2, SHAPE)
+    assert found.is_contiguous()
+    assert_same(found, FIELD)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("lay", LAY)
+def test_whole_tensors_that_lie_otherwise_on_one_rank(lay):
+    """As after a broadcast, into memory that lies row by row, of what one rank has turned."""
+    x = shard(LAY[lay](FIELD) if dist.get_rank() == 1 else FIELD, mesh_of(3), 2)
+    x.flatten(1).mul_(2)
+    assert x.is_contiguous()
+    assert_same(gather(x), 2 * FIELD)
