@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_shard.domain.layout import Layout
 from lightning_shard.ops.elementwise.whole_gradients import local_gradients
+from lightning_shard.processes.torch_private.internals import storage_key
 from lightning_shard.tensor.gathering import gather_allowed
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -59,7 +60,11 @@ def local_map(function: Callable[..., Any]) -> Callable[..., Any]:
                 return type(value)(map(wrapped, value))
             if not isinstance(value, Tensor):
                 return value
-            return DomainTensor(part.like(value, _layout_of(value, part.layout)))
+            layout = _layout_of(value, part.layout)
+            if not part.is_in_order or storage_key(value) == storage_key(part.local):
+                return DomainTensor(part.like(value, layout))
+            # a part of one row shows no other order, and no rank asks the others
+            return DomainTensor(part.in_rows(value.contiguous(), layout))
 
         with local_gradients():
             return wrapped(function(*map(local, args), **{k: local(v) for k, v in kwargs.items()}))

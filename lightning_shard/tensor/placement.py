@@ -147,7 +147,7 @@ def _are_alike(numbers: list[int], domain: Domain) -> bool:
     """Return whether these numbers are the same on all ranks, which all call."""
     if math.prod(domain.grid.sizes) == 1:
         return True
-    mark = zlib.crc32(repr(numbers).encode())  # of one size, also where ranks have other dims
+    mark = zlib.crc32(repr(numbers).encode())  # it has the same size on all ranks
     told = domain.gathered(torch.tensor(mark, device=_device_of(domain)))
     return bool((told == told[0]).all())
 

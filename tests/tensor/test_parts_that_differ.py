@@ -5,7 +5,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_shard import UnsupportedOperationError, from_local, functional, gather, shard
+from lightning_shard import (
+    UnsupportedOperationError,
+    from_local,
+    functional,
+    gather,
+    local_map,
+    shard,
+)
 from tests.parity import assert_same, mesh_of
 
 SHAPE = (2, 3, 7, 4)
@@ -92,3 +99,14 @@ def test_whole_tensors_that_lie_otherwise_on_one_rank(lay):
     x.flatten(1).mul_(2)
     assert x.is_contiguous()
     assert_same(gather(x), 2 * FIELD)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("lay", LAY)
+@pytest.mark.parametrize("rows", [2, 5])
+def test_results_of_local_map_that_lie_otherwise(lay, rows):
+    """A rank with one row, or none, cannot tell."""
+    x = shard(FIELD[:, :, :rows].contiguous(), mesh_of(3), 2)
+    y = local_map(lambda part: LAY[lay](part + 1))(x)
+    y.flatten(1).mul_(2)
+    assert_same(gather(y), 2 * (FIELD[:, :, :rows] + 1))
