@@ -253,9 +253,9 @@ class Subdomain:
     @property
     def format_told(self) -> torch.memory_format:
         """The memory format of the whole tensor, equal on all ranks; row by row where unknown."""
-        if self.strides is None or self.is_in_order or self.strides != channels_last(self.shape):
+        if self.strides is None or self.is_in_order:
             return torch.contiguous_format
-        return torch.channels_last if self.ndim == 4 else torch.channels_last_3d
+        return _format_of_strides(self.shape, self.strides)
 
     def alike(self, local: Tensor) -> "Subdomain":
         """Wrap new memory like it, such as a clone or a tensor of another dtype."""
@@ -340,6 +340,11 @@ class Subdomain:
             _uncounted.add(copied)
         # rows that travelled lie in the order of their dims
         return Subdomain(local, layout, self.domain, copied, strides if self.is_in_order else None)
+
+
+@lru_cache(maxsize=4096)
+def _format_of_strides(shape: tuple[int, ...], strides: Strides) -> torch.memory_format:
+    return format_of(torch.empty_strided(shape, strides, device="meta"))
 
 
 def _strides_in_format(local: Tensor, layout: Layout) -> Strides | None:
