@@ -95,7 +95,7 @@ class _Bucket:
         has = None  # reading it waits for the device
         for i, (p, total) in enumerate(zip(self.trained, sums, strict=True)):
             if p.grad is None:
-                has = is_there.tolist() if has is None else has
+                has = has_gradient(is_there, self.trained) if has is None else has
                 if not has[i]:
                     continue
                 p.grad = torch.zeros_like(p)
@@ -299,6 +299,11 @@ class PlainGradients:
 def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Any:
     """Begin to add `flat` up over the ranks, in place; a prediction counts it as of parameters."""
     return dist.all_reduce(flat, group=group, async_op=True)
+
+
+def has_gradient(is_there: Tensor, trained: list[nn.Parameter]) -> list[bool]:
+    """Return of each parameter whether any rank has its gradient; a prediction asks this rank."""
+    return [count > 0 for count in is_there.tolist()]
 
 
 def _mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -5,13 +5,16 @@ indices are computed with them.
 """
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
+from lightning_shard.lab.known_numbers import known_number, learn
 from lightning_shard.lab.timeline import Ledger
 from lightning_shard.processes.torch_private.internals import (
     DispatchMode,
@@ -29,6 +32,17 @@ _WHOLE_NUMBERS = (_aten.arange, _aten.randperm, _aten.scalar_tensor)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 NUMBER, OTHER_NUMBER = 1, 3  # for the two traces of a step that reads numbers
 COLLECT_EVERY = 64  # operations
+
+
+class IntegersStay(TorchFunctionMode):
+    """Lets deep copies of integers be real, such as those of counters of steps, while open."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        if func is Tensor.__deepcopy__ and args[0].dtype in _INTEGERS:
+            x, memo = args
+            return memo.setdefault(id(x), torch.empty_like(x).copy_(x))  # clones would be fake
+        return func(*args, **(kwargs or {}))
 
 
 def as_fake(x: Any) -> Any:
@@ -98,6 +112,11 @@ class Fake(FakeTensorMode):
                 return self._read(given[0])
             if func is _aten.equal.default:
                 return True
+            if func is _aten.bincount.default and (count := _bins(args, kwargs)):
+                kind = given[-1].dtype if len(given) > 1 else torch.int64  # that of its weights
+                out = given[-1].new_empty(count, dtype=kind)
+                _note(self._ledger, func, args, kwargs, given, out)
+                return out
         elif _is_of_integers(func, given, leaves, kwargs.get("dtype")):
             return func(*args, **kwargs)
         try:
@@ -106,6 +125,7 @@ class Fake(FakeTensorMode):
             if func is _aten.view.default:  # real tensors refuse it with this type of error
                 raise RuntimeError(str(error)) from error
             raise
+        learn(func, args, given, out)
         if isinstance(out, FakeTensor):
             out.constant = None  # a real tensor, of which no deep copy can be made here
         if func.namespace != "prim":
@@ -114,11 +134,22 @@ class Fake(FakeTensorMode):
 
     def _read(self, x: Tensor) -> float | int | bool:
         """Return a number for an element of a fake tensor."""
-        self.reads_numbers = self.reads_numbers or self.is_in_step
-        number = self._number if self.is_in_step else NUMBER
+        number = known_number(x)
+        if number is None:
+            is_needed = self.is_in_step and not _counts_updates(x)
+            self.reads_numbers = self.reads_numbers or is_needed
+            number = self._number if is_needed else NUMBER
         if x.dtype is torch.bool:
             return number == NUMBER
-        return float(number) if x.is_floating_point() else number
+        return float(number) if x.is_floating_point() else int(number)
+
+
+def _counts_updates(x: Tensor) -> bool:
+    """Return whether an optimizer of torch reads a number that it counts itself, such as steps."""
+    reader: Any = sys._getframe(3)  # behind this function, `_read` and the mode
+    while (name := str(reader.f_globals["__name__"])).startswith("torch._"):
+        reader = reader.f_back  # `item` passes through torch's compiler
+    return x.dtype is not torch.bool and name.startswith("torch.optim.")
 
 
 def _note(ledger: Ledger, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
@@ -127,6 +158,11 @@ def _note(ledger: Ledger, func: Any, args: Any, kwargs: Any, given: list[Tensor]
     ledger.note(func, args, kwargs, given, out)
     if ledger.operations % COLLECT_EVERY == 0:
         gc.collect(0)
+
+
+def _bins(args: Any, kwargs: Any) -> int:
+    """Return as how many numbers `bincount` counts; 0 if that depends on the numbers."""
+    return int(kwargs.get("minlength", args[2] if len(args) > 2 else 0))
 
 
 def _is_of_integers(func: Any, given: list[Tensor], leaves: list[Any], dtype: Any) -> bool:

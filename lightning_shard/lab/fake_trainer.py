@@ -2,16 +2,16 @@
 
 The Trainer is that of a real run. What each operation would take is counted (timeline.py). Integers
 stay real where nothing fake went into them, since sizes and indices are computed with them. Fake
-tensors are equal, and a fake number that Python reads is 1. Where a step reads one, it is traced
-again with another number. If the two differ, or an operation needs numbers, such as the rows that a
-mask chooses, the step runs on real tensors instead.
+tensors are equal and finite (known_numbers.py), and another number that Python reads is 1. Where a
+step reads one, it is traced again with a further number. If the two differ, or an operation needs
+numbers, such as the rows that a mask chooses, the step runs on real tensors instead.
 """
 
 import copy
 import gc
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -34,11 +30,13 @@ from lightning_shard.lab.fake_modes import (
     NUMBER,
     OTHER_NUMBER,
     Fake,
+    IntegersStay,
     Real,
     apply,
     as_fake,
     forgetting,
 )
+from lightning_shard.lab.follow import Follow
 from lightning_shard.lab.host_link import Counted
 from lightning_shard.lab.kernel_costs import Costs
 from lightning_shard.lab.machine import Device
@@ -50,11 +48,9 @@ from lightning_shard.memory import offload as offload
 from lightning_shard.processes.torch_private.internals import (
     FakeTensorMode,
     fake_copies,
-    tree_leaves,
     tree_map_only,
 )
-from lightning_shard.tensor.tensor import DomainTensor
-from lightning_shard.trainer.split_summary import SplitSummary, split_summary
+from lightning_shard.trainer.split_summary import SplitSummary
 
 SAME = 0.01  # the largest relative difference of two traces that are taken for one
 
@@ -131,11 +127,23 @@ def traced(
         found = trace(NUMBER)
         if not found.reads_numbers or _is_same(found, trace):
             return found
+    except _ReadError as error:  # such as the module's own check of a number
+        try:
+            return trace(OTHER_NUMBER)
+        except UnsupportedOperationError:
+            raise
+        except Exception:
+            if isinstance(error.__cause__, UnsupportedOperationError):
+                raise error.__cause__ from None
     except UnsupportedOperationError:
         raise
     except RuntimeError:  # fake tensors refuse; a mistake of the module comes again below
         pass
     return trace(None)
+
+
+class _ReadError(Exception):
+    """A step failed that had read numbers which it does not have; the cause is its error."""
 
 
 def _is_same(found: Traced, trace: Callable[[int], Traced]) -> bool:
@@ -152,8 +160,13 @@ def _trace(task: Task, rank: int, begun: Callable[[], Ledger], number: int | Non
     at_wait = ledger.hand_over if ledger.in_turns else None
     recorder = Recorder(rank, lambda: ledger.seconds, at_wait)
     body = _Body(task, ledger, recorder, number)
-    with _collecting_by_operations():
-        alone(body, processes=math.prod(task.mesh), rank=rank, listener=recorder)
+    try:
+        with _collecting_by_operations():
+            alone(body, processes=math.prod(task.mesh), rank=rank, listener=recorder)
+    except Exception as error:
+        if body.mode.reads_numbers:
+            raise _ReadError from error
+        raise
     follower = body.follower
     return Traced(
         recorder.steps[-1], ledger.peak, follower.activations, follower.split,
@@ -184,10 +197,14 @@ class _Body:
         self._task, self._ledger, self._recorder = task, ledger, recorder
         self._is_fake = number is not None
         self.mode: Any = Real(ledger) if number is None else Fake(ledger, number)
-        self.follower = _Follow(ledger, self.mode)
+        self.follower = Follow(ledger, self.mode)
 
     def __deepcopy__(self, memo: Any) -> "_Body":
         return self
+
+    def _has_gradient(self, is_there: Tensor, trained: list[nn.Parameter]) -> list[bool]:
+        is_there.tolist()  # it waits for the device
+        return [p.grad is not None for p in trained]
 
     def _begin_sum(self, flat: Tensor, group: dist.ProcessGroup) -> Any:
         if self._ledger.in_turns:  # tiles add up in the parameters' gradients
@@ -206,6 +223,7 @@ class _Body:
             stack.enter_context(replaced(offload, "MOVER", Counted(self._ledger)))
             stack.enter_context(replaced(offload, "free_bytes", lambda _: self._ledger.free))
             stack.enter_context(replaced(plain_gradients, "begin_sum", self._begin_sum))
+            stack.enter_context(replaced(plain_gradients, "has_gradient", self._has_gradient))
             batch = given.batches[0]
             if self._is_fake:
                 stack.enter_context(replaced(nn.Module, "_apply", apply))
@@ -216,7 +234,10 @@ class _Body:
             stack.enter_context(self.mode)
             if self._ledger.is_of_gpu:
                 stack.enter_context(autocast_of_gpu())
-            with fake_copies(self.mode) if self._is_fake else ExitStack():
+            with ExitStack() as copying:
+                if self._is_fake:
+                    copying.enter_context(fake_copies(self.mode))
+                    copying.enter_context(IntegersStay())
                 module, data = copy_of(given.module), copy.copy(given.data)
             self._ledger.leave_out([*given.module.parameters(), *given.module.buffers()])
             if data is not None:  # it was set up for its batch, and could read files here
@@ -290,114 +311,3 @@ def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def _update_by_lists(optimizers: Iterable[Optimizer]) -> None:
-    """Let optimizers update all parameters at once, as torch does by default on a device.
-
-    What they compute on the way is then as large as all parameters together.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True
-
-
-class _Follow(Callback):
-    """Gives the ledger the part of the step that computes, and the causes of memory."""
-
-    def __init__(self, ledger: Ledger, mode: Any) -> None:
-        self.split, self.activations = SplitSummary(), 0
-        self._ledger, self._mode = ledger, mode
-        self._hooks = ExitStack()
-        self._open: list[str] = []
-        self._names: dict[nn.Module, str] = {}
-
-    def __deepcopy__(self, memo: Any) -> "_Follow":
-        return self
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._names = {module: name for name, module in pl_module.named_modules()}
-        if self._ledger.in_turns or self._ledger.is_of_gpu:
-            _update_by_lists(trainer.optimizers)
-        if self._ledger.in_turns:
-            for p in pl_module.parameters():
-                if p.requires_grad:
-                    hook = p.register_post_accumulate_grad_hook(self._take_gradient)
-                    self._hooks.callback(hook.remove)
-        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
-        self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-        self._hooks.enter_context(saved_tensors_hooks(self._keep, lambda x: x))
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._open.append(self._names.get(module, type(module).__name__))
-        self._ledger.place = f"forward of {self._open[-1] or 'the module'}"
-
-    def _leave(self, *_: Any) -> None:
-        self._open.pop()
-
-    def _take_gradient(self, p: Tensor) -> None:
-        """Tiles add up one gradient of all."""
-        self._ledger.hold(_locals([p.grad]), "gradients")
-
-    def _keep(self, x: Tensor) -> Tensor:
-        self._ledger.hold(_locals([x]), "activations")
-        return x
-
-    @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        ledger, own = self._ledger, [*pl_module.parameters()]
-        gc.collect(1)  # all objects that were made since the trace began
-        self.split, self.activations = split_summary(batch), 0
-        ledger.next_step()
-        ledger.hold(_locals([*own, *pl_module.buffers()]), "parameters")
-        ledger.hold(_locals([p.grad for p in own]), "gradients")
-        states = tree_leaves([list(o.state.values()) for o in trainer.optimizers])
-        ledger.hold(_locals(states), "optimizer")
-        fields = _locals(tree_leaves(batch))
-        ledger.hold(fields, "batch")
-        ledger.receive(fields)
-        self._mode.is_in_step = True
-
-    @override
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
-        self._mode.is_in_step = False
-        self._ledger.place = "backward"
-        self.activations = max(self.activations, self._ledger.held("activations"))
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
-        self._ledger.place = "the optimizer's step"
-        self._ledger.hold(_locals([p.grad for p in pl_module.parameters()]), "gradients")
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Remove the hooks, of which those of all modules would outlive the trace."""
-        self._mode.is_in_step = False
-        self._hooks.close()
-
-    # one batch of another stage is a step
-    on_validation_start = on_test_start = on_predict_start = on_train_start
-
-    def _begin_other(self, *args: Any, **kwargs: Any) -> None:
-        trainer, module, batch = args[:3]
-        self.on_train_batch_start(trainer, module, batch, 0)
-
-    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_other
-    on_validation_end = on_test_end = on_predict_end = on_train_end
-
-
-def _locals(tensors: Iterable[Any]) -> list[Tensor]:
-    with torch.no_grad():
-        own: Any = [x for x in tensors if isinstance(x, Tensor)]
-        return [x.to_local() if isinstance(x, DTensor | DomainTensor) else x for x in own]
