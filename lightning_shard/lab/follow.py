@@ -46,6 +46,7 @@ class Follow(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Follow modules and what they save."""
         self._names = {module: name for name, module in pl_module.named_modules()}
         if self._ledger.in_turns or self._ledger.is_of_gpu:
             _update_by_lists(trainer.optimizers)
@@ -77,6 +78,7 @@ class Follow(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Begin a step with what it holds."""
         ledger, own = self._ledger, [*pl_module.parameters()]
         gc.collect(1)  # all objects that were made since the trace began
         self.split, self.activations = split_summary(batch), 0
@@ -94,29 +96,34 @@ class Follow(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
+        """End forward."""
         self._mode.is_in_step = False
         self._ledger.place = "backward"
         self.activations = max(self.activations, self._ledger.held("activations"))
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on behind backward."""
         self._mode.is_in_step = True  # hooks may look at gradients, and a manual step goes on
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """End the step."""
         self._mode.is_in_step = False
 
     @override
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
+        """Count gradients, which are all there now."""
         self._ledger.place = "the optimizer's step"
         self._ledger.hold(_locals([p.grad for p in pl_module.parameters()]), "gradients")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the hooks."""
         self.end()
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_shard.processes.torch_private.internals import FakeTensor, tree_leaves, version_of
 
-_NAME = "_number_of_all"  # of a fake tensor whose elements are all one known number
+_NAME = "_number_of_all"  # an attribute of fake tensors whose elements are one known number
 
 _SAME = frozenset({
     "_is_all_true", "_is_any_true", "_to_copy", "_unsafe_view", "alias", "all", "amax", "amin",
