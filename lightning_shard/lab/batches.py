@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard.data.file_field import FileField
@@ -31,10 +32,15 @@ class NotRehearsedError(LightningShardError):
 
 
 def copy_of(module: LightningModule) -> LightningModule:
-    """Return a deep copy of a module that shares its datasets, whose open files have no copy."""
-    return copy.deepcopy(
-        module, {id(x): x for x in _held([vars(part) for part in module.modules()])}
-    )
+    """Return a deep copy of a module that shares its datasets, whose open files have no copy.
+
+    What it has computed of parameters, as `weight_norm` does, is copied without its graph.
+    """
+    owned = [vars(part) for part in module.modules()]
+    known: dict[int, Any] = {id(x): x for x in _held(owned)}
+    values = (x for own in owned for x in own.values() if isinstance(x, Tensor))
+    known |= {id(x): copy.deepcopy(x.detach()) for x in values if not x.is_leaf}
+    return copy.deepcopy(module, known)
 
 
 def _held(value: Any) -> Iterator[Dataset[Any] | DataLoader[Any]]:

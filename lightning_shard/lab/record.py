@@ -239,8 +239,8 @@ class _Recorder(Callback):
         if seen:  # each other optimizer gives its own parameters only
             own = {*parameter_names(optimizer, pl_module)}
         with torch.no_grad():
-            for p, _ in weights:
-                p.zero_() if p.grad is None else p.copy_(p.grad)
+            for p, _ in weights:  # through `data`, since a later backward pass may use the weights
+                p.data.zero_() if p.grad is None else p.data.copy_(p.grad)
             for name, value in _state(pl_module).items():
                 if name in own or not seen:
                     of_all = value.double() if not value.is_complex() else torch.view_as_real(value)
@@ -248,7 +248,7 @@ class _Recorder(Callback):
                     into = self._found.gradients if name in own else self._found.buffers
                     into |= {} if dist.get_rank() else {name: value}
             for p, weight in weights:
-                p.copy_(weight)
+                p.data.copy_(weight)
         self._note_outputs(True)
         seen.add(optimizer)
         trainer.should_stop = True
