@@ -60,7 +60,8 @@ class Canvas:
             UnsupportedOperationError: The tensor is not of zeros, or needs a gradient.
         """
         # a step that is planned has no numbers; its tensors are equal
-        is_zero = torch.equal(plain, plain.new_zeros(()).expand_as(plain))
+        values = torch.view_as_real(plain.detach().resolve_conj())  # equal knows no complex32
+        is_zero = torch.equal(values, values.new_zeros(()).expand_as(values))
         if plain.requires_grad or not is_zero:
             raise UnsupportedOperationError(
                 "modes of a split tensor can be assigned to a plain tensor of zeros only"
