@@ -43,6 +43,7 @@ from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.rate_search import follow_search
 from lightning_shard.trainer.reduce import divide
 from lightning_shard.trainer.same_optimizers import digest_of_optimizers, refuse_other_optimizers
+from lightning_shard.trainer.same_weights import refuse_drifted_weights
 
 if TYPE_CHECKING:
     from lightning_shard.trainer.partial_step import PartialStep
@@ -253,7 +254,7 @@ class LoggedValues:
             raise DisagreementError(_other_names(names, dist.get_process_group_ranks(group)))
 
     def _compare_end(self, trainer: Trainer) -> None:
-        """Compare the values that are still to be reduced, and options of optimizers."""
+        """Compare the values that are still to be reduced, options of optimizers, and weights."""
         if self._is_possible():
             names = "\n".join([_END, *not_reduced(trainer)])
             digest = digest_of_optimizers(trainer.optimizers)
@@ -263,6 +264,8 @@ class LoggedValues:
             for name, unread, group in self._unread:
                 self._refuse_other_names(name, unread, group)
             self._unread.clear()
+            module = trainer.lightning_module
+            refuse_drifted_weights(module, self._device, self._replicas, self._world)
 
     def _is_possible(self) -> bool:
         several = dist.is_initialized() and dist.get_world_size(self._world) > 1

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import whole_parameters
 from lightning_shard.checkpoint.state import full_module_state
+from lightning_shard.processes.agreement import DisagreementError
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
 from tests.reference import computed_once
@@ -569,3 +570,47 @@ def test_random_numbers_of_one_rank(domain):
         said = [str(w.message) for w in caught if "have drawn random numbers" in str(w.message)]
         assert len(said) == (module is modules[1] and dist.get_rank() == 0)
     assert_same_state(modules[1], modules[0])
+
+
+class ChangesOnOneRank(Callback):
+    """Does on the first rank alone, after each batch, what a test gives it."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.is_global_zero:
+            with torch.no_grad():
+                self.change(pl_module)
+
+
+def draws_a_picture(module):
+    module(torch.ones(1, 1, 6, 6, dtype=torch.float64))
+
+
+DRIFTS = {
+    "parameter 'weight'": lambda module: module.weight.mul_(1.01),
+    "buffer 'network.1.running_mean'": draws_a_picture,
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", DRIFTS)
+def test_a_network_that_changes_on_one_rank(name):
+    """The ranks would go on with different networks."""
+    module = Featured(norm=nn.BatchNorm2d)
+    with pytest.raises(DisagreementError, match=f"the {name} differs.* on rank 0 and .* on rank 1"):
+        fit_sharded(module, (2,), callbacks=[ChangesOnOneRank(DRIFTS[name])])
+
+
+@pytest.mark.spmd(2)
+def test_a_picture_drawn_in_eval_mode_on_one_rank():
+    def draw(module):
+        module.eval()
+        draws_a_picture(module)
+        module.train()
+
+    alone, module = Featured(norm=nn.BatchNorm2d), Featured(norm=nn.BatchNorm2d)
+    fit_alone(alone, callbacks=[ChangesOnOneRank(draw)])
+    fit_sharded(module, (2,), callbacks=[ChangesOnOneRank(draw)])
+    assert_same_state(module, alone)
