@@ -184,7 +184,7 @@ class ProcessMesh:
             data = self._data_size(dist.get_world_size())
             shared_by = per_node if self.shard_size == "node" else self.shard_size
             self.mesh = make_mesh(device.type, data, self.domain_sizes, shard_size=shared_by)
-        watch_lone_waits(ends=False)
+        watch_lone_waits(in_trainer=True)
         share_mesh(self.mesh)
         return self.mesh
 

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
@@ -41,7 +42,8 @@ def test_a_rank_that_draws_alone_in_a_loop_of_the_user(sharding, extent, capfd):
     words = capfd.readouterr().err
     line = draw_alone.__code__.co_firstlineno + 9
     assert "[rank 0] ended, because it waits at " in words
-    assert f"test_lone_waits.py:{line} for rows or parameters of rank 1, which waits at" in words
+    inside = " (in conv)" if sharding == "none" else ""
+    assert f":{line}{inside} for rows or parameters of rank 1, which waits at" in words
     assert f"test_lone_waits.py:{line + 1}: a split tensor and a sharded module must be" in words
 
 
@@ -188,3 +190,36 @@ def test_a_thread_on_one_rank_alone(capfd):
     words = words_of_the_end(use_a_thread_on_one_rank, capfd)
     assert "[rank 1] ended, because rank 0 uses split tensors in the thread 'draw', and" in words
     assert words.count("ended, because") == 1
+
+
+class OfTwoModes(Featured):
+    """Its norm is in eval mode on one rank, which sums nothing over the ranks."""
+
+    def __init__(self):
+        super().__init__(norm=nn.BatchNorm2d)
+
+    def training_step(self, batch, batch_idx):
+        self.network[1].train(batch_idx == 0 or self.global_rank > 0)
+        return self.loss(batch)
+
+
+class SpeaksAlone(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.is_global_zero:
+            dist.barrier()
+
+
+def fit_on_ranks_that_part(kind):
+    lone_waits.LOOK_S, lone_waits.STUCK_S, lone_waits.IN_TRAINER_S = 0.2, 1.0, 3.0
+    warnings.simplefilter("ignore")
+    module, alone = (OfTwoModes(), []) if kind == "modes" else (Featured(), [SpeaksAlone()])
+    training.trainer((2,), callbacks=alone).fit(module, loader(2, 8))
+
+
+@pytest.mark.parametrize("kind", ["modes", pytest.param("a barrier", marks=pytest.mark.slow)])
+def test_ranks_of_a_trainer_that_wait_for_each_other(kind, capfd):
+    """They would end after `timeout_s`, half an hour, with an error of gloo."""
+    words = words_of_the_end(fit_on_ranks_that_part, capfd, kind)
+    assert "ended, because it waits at " in words
+    assert "for rows or parameters of rank" in words
+    assert ("(in batch_norm)" if kind == "modes" else __file__) in words

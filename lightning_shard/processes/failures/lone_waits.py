@@ -29,10 +29,13 @@ from lightning_shard.processes.torch_private.internals import default_store
 LOOK_S = 2.0
 STUCK_S = 15.0  # for all ranks, none of which computes
 APART_S = 60.0  # where all wait for rows, which may be a slow transfer that some have ended
+IN_TRAINER_S = 300.0  # the same in a Trainer, whose own comparisons are quicker
 REFUSED_S = 5.0  # for a rank that waits for one that exchanges no more rows
 REFUSED = "threads/refused"  # in the store: why no rank exchanges rows any more
 
 _OURS = f"{os.sep}lightning_shard{os.sep}"
+_RULES = f"{_OURS}ops{os.sep}"  # with a folder for each family
+_BACKWARD = "whole_gradients.py"  # passes a call to autograd on
 _TORCH = f"{os.sep}torch{os.sep}"
 _WAITS = (
     "distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "same_blocks.py",
@@ -42,11 +45,11 @@ _open: list["LoneWaits"] = []  # one, for the newest process group
 PROCESS_STATE = {"_open": _open}
 
 
-def watch_lone_waits(*, ends: bool = True) -> None:
+def watch_lone_waits(*, in_trainer: bool = False) -> None:
     """Begin to look, once for a process group; each of its ranks makes a mesh.
 
     Args:
-        ends: False leaves it to others to end ranks that wait in vain, as in a Trainer.
+        in_trainer: True leaves it to others to end ranks that wait in vain, for some minutes.
     """
     if dist.get_world_size() == 1 or not is_of_processes():
         return
@@ -54,7 +57,7 @@ def watch_lone_waits(*, ends: bool = True) -> None:
         return
     for old in _open:
         old.close()
-    _open[:] = [LoneWaits(ends=ends)]
+    _open[:] = [LoneWaits(in_trainer=in_trainer)]
 
 
 def stuck_at(ranks: Sequence[int]) -> list[str]:
@@ -78,9 +81,9 @@ class LoneWaits:
         group_store: The store of the process group.
     """
 
-    def __init__(self, *, ends: bool) -> None:
-        """Begin a thread that talks to the store, and ends this process if it `ends` any."""
-        self._ends = ends
+    def __init__(self, *, in_trainer: bool) -> None:
+        """Begin a thread that talks to the store, and ends this process."""
+        self._in_trainer = in_trainer
         self.group_store = default_store()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._store, self._looked_at = store_of_attempt().clone(), threading.get_ident()
@@ -100,17 +103,17 @@ class LoneWaits:
         waits, now = _places(), time.monotonic()
         self._since = {key: self._since.get(key, now) for key in waits}
         longest = now - min(self._since.values(), default=now)
-        if self._ends and longest > REFUSED_S and self._store.check([REFUSED]):
+        if not self._in_trainer and longest > REFUSED_S and self._store.check([REFUSED]):
             _end(self._rank, self._store.get(REFUSED).decode())
         long = [key for key, since in self._since.items() if now - since > STUCK_S]
         stuck = next((key for key in long if key[0] == self._looked_at), None)
         if stuck is not None:
-            told = json.dumps([*waits[stuck], now - self._since[stuck] > APART_S])
+            apart_s = IN_TRAINER_S if self._in_trainer else APART_S
+            told = json.dumps([*waits[stuck], now - self._since[stuck] > apart_s])
             if self._told != told:
                 self._store.set(self._told_at, told)
                 self._told = told
-            if self._ends:
-                self._compare()
+            self._compare()
         elif self._told:
             self._store.delete_key(self._told_at)
             self._told = ""
@@ -121,7 +124,7 @@ class LoneWaits:
             return
         places = [json.loads(self._store.get(key)) for key in keys]
         waits, here, _ = places[self._rank]
-        lone = [r for r, (is_split, *_) in enumerate(places) if not is_split]
+        lone = [r for r, (is_split, *_) in enumerate(places) if not (is_split or self._in_trainer)]
         apart = [r for r, (_, place, _) in enumerate(places) if place != here]
         if not waits or not (lone or (apart and all(is_long for *_, is_long in places))):
             return
@@ -169,12 +172,17 @@ def _end(rank: int, why: str) -> None:
 
 
 def _place(frame: FrameType) -> tuple[bool, str]:
-    """Return whether this package waits there, and the line of the script."""
-    is_split, at = False, frame
+    """Return whether this package waits there, and the line of the script.
+
+    One line may call many operations, so the family of the one that waits is named, too.
+    """
+    is_split, at, inside = False, frame, ""
     while at is not None:
         file = at.f_code.co_filename
+        if _RULES in file.rpartition(os.sep)[0] and not file.endswith(_BACKWARD):
+            inside = f" (in {Path(file).stem})"
         is_split = is_split or _OURS in file
         if _OURS not in file and _TORCH not in file:
-            return is_split, f"{file}:{at.f_lineno}"
+            return is_split, f"{file}:{at.f_lineno}{inside}"
         at = at.f_back
     return is_split, f"{frame.f_code.co_filename}:{frame.f_lineno}"
