@@ -5,8 +5,7 @@ indices are computed with them.
 """
 
 import gc
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,11 +75,18 @@ class Real(DispatchMode):
 
 
 class Fake(FakeTensorMode):
-    """Makes fake tensors; DTensor enters it again, to compute shapes that no rank holds."""
+    """Makes fake tensors; DTensor enters it again, to compute shapes that no rank holds.
+
+    Attributes:
+        optimizers: The optimizers of the training.
+        is_in_step: True while the module, a hook or an optimizer may read numbers.
+        reads_numbers: True once a step has read a number that is not known.
+    """
 
     def __init__(self, ledger: Ledger, number: int) -> None:
         """Count in a ledger; `number` stands for what a step reads of a fake tensor."""
         super().__init__(allow_non_fake_inputs=True)
+        self.optimizers: Sequence[Any] = ()
         self.is_in_step = self.reads_numbers = False
         self._ledger, self._number, self._depth = ledger, number, 0
 
@@ -136,20 +142,18 @@ class Fake(FakeTensorMode):
         """Return a number for an element of a fake tensor."""
         number = known_number(x)
         if number is None:
-            is_needed = self.is_in_step and not _counts_updates(x)
+            is_needed = self.is_in_step and not self._counts_updates(x)
             self.reads_numbers = self.reads_numbers or is_needed
             number = self._number if is_needed else NUMBER
         if x.dtype is torch.bool:
             return number == NUMBER
         return float(number) if x.is_floating_point() else int(number)
 
-
-def _counts_updates(x: Tensor) -> bool:
-    """Return whether an optimizer of torch reads a number that it counts itself, such as steps."""
-    reader: Any = sys._getframe(3)  # behind this function, `_read` and the mode
-    while (name := str(reader.f_globals["__name__"])).startswith("torch._"):
-        reader = reader.f_back  # `item` passes through torch's compiler
-    return x.dtype is not torch.bool and name.startswith("torch.optim.")
+    def _counts_updates(self, x: Tensor) -> bool:
+        """Return whether an optimizer of torch counts its updates by this tensor."""
+        states: Any = (state for o in self.optimizers for state in o.state.values())
+        counts = (state.get("step") for state in states if isinstance(state, dict))
+        return x.ndim == 0 and any(count is x for count in counts)
 
 
 def _note(ledger: Ledger, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:

@@ -45,6 +45,7 @@ from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import Ledger, Peak, Recorder, Timeline
 from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.memory import offload as offload
+from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.torch_private.internals import (
     FakeTensorMode,
     fake_copies,
@@ -142,7 +143,7 @@ def traced(
     return trace(None)
 
 
-class _ReadError(Exception):
+class _ReadError(LightningShardError):
     """A step failed that had read numbers which it does not have; the cause is its error."""
 
 

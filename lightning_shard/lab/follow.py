@@ -48,6 +48,7 @@ class Follow(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow modules and what they save."""
         self._names = {module: name for name, module in pl_module.named_modules()}
+        self._mode.optimizers = trainer.optimizers
         if self._ledger.in_turns or self._ledger.is_of_gpu:
             _update_by_lists(trainer.optimizers)
         if self._ledger.in_turns:
