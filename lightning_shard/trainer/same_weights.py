@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.tensor.tensor import DomainTensor
 
-_RELATIVE = 1e-4  # of norms that kernels of the ranks may round otherwise
+_RELATIVE = 1e-4  # kernels of the ranks may round otherwise
 
 
 def refuse_drifted_weights(
