@@ -345,8 +345,12 @@ class Crew:
             tasks.clear()
 
     def __del__(self) -> None:
-        """Wake the threads, which end as their tiles are gone."""
-        for lock in self._wake[1 : len(self._threads) + 1]:
+        """Wake the threads, which end as they are no longer those of the tiles.
+
+        A weak reference still gives the object that is just deleted.
+        """
+        threads, self._threads = self._threads, []
+        for lock in self._wake[1 : len(threads) + 1]:
             lock.release()
 
 

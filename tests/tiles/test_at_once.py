@@ -162,3 +162,15 @@ def test_an_error_after_all_tiles_have_come_leaves_the_tiles_usable() -> None:
     ):
         net(x)
     assert_same(gather(net(x)), copy.deepcopy(net)(gather(x)))
+
+
+def test_threads_end_with_their_tiles(capfd):
+    """Also where one looks for the tiles while they are being deleted, as they are still there."""
+    crew = Crew(3)
+    crew._begin_threads()
+    threads = [*crew._threads]
+    crew.__del__()  # a thread that wakes here finds them
+    for thread in threads:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert "release unlocked lock" not in capfd.readouterr().err
