@@ -40,20 +40,21 @@ def refuse_drifted_weights(
     own = torch.stack([_norm(x).to(device) for x in held.values()])
     gathered = own.new_empty(len(replicas) * len(held))
     dist.all_gather_into_tensor(gathered, own, group)
-    norms = gathered.view(len(replicas), -1).cpu().nan_to_num()
-    for column, (name, x) in enumerate(held.items()):
-        is_weight = isinstance(x, nn.Parameter)
-        for rank, replica in enumerate(replicas):
-            first = 0 if is_weight else replicas.index(replica)
-            here, there = float(norms[first, column]), float(norms[rank, column])
-            if abs(here - there) > _RELATIVE * max(abs(here), abs(there)):
-                kind = "parameter" if is_weight else "buffer"
-                raise DisagreementError(
-                    f"the {kind} {name!r} differs: its norm is {here:.6g} on rank {first} and "
-                    f"{there:.6g} on rank {rank}, so these ranks train different networks. A hook "
-                    "or a callback has changed it on some ranks alone, or called the module in its "
-                    "training mode there. Let all ranks do so, or draw pictures in eval mode."
-                )
+    norms = gathered.view(len(replicas), -1).cpu()
+    of_weights = torch.tensor([isinstance(x, nn.Parameter) for x in held.values()])
+    firsts = [replicas.index(replica) for replica in replicas]  # that share the rank's samples
+    wanted = torch.where(of_weights, norms[:1], norms[firsts])
+    differs = ~torch.isclose(norms, wanted, rtol=_RELATIVE, atol=0.0, equal_nan=True)
+    if not differs.any():
+        return
+    rank, column = map(int, differs.nonzero()[0])
+    kind, first = ("parameter", 0) if of_weights[column] else ("buffer", firsts[rank])
+    raise DisagreementError(
+        f"the {kind} {[*held][column]!r} differs: its norm is {wanted[rank, column]:.6g} on rank "
+        f"{first} and {norms[rank, column]:.6g} on rank {rank}, so these ranks train different "
+        "networks. A hook or a callback has changed it on some ranks alone, or called the module "
+        "in its training mode there. Let all ranks do so, or draw pictures in eval mode."
+    )
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
