@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_shard.processes.agreement import DisagreementError
+from lightning_shard.processes.failures.failure_watch import is_of_processes
 from lightning_shard.tensor.tensor import DomainTensor
 
 _RELATIVE = 1e-4  # kernels of the ranks may round otherwise
@@ -35,7 +36,7 @@ def refuse_drifted_weights(
         DisagreementError: A parameter or a buffer differs; all ranks raise.
     """
     held = dict(_held(module))
-    if not held:
+    if not held or not is_of_processes():  # simulated ranks may have no numbers
         return
     own = torch.stack([_norm(x).to(device) for x in held.values()])
     gathered = own.new_empty(len(replicas) * len(held))
