@@ -35,9 +35,19 @@ class BecameSplit:
 
 
 def become_split(
-    plain: Tensor, target: Subdomain, write: Callable[[Subdomain], Any]
+    plain: Tensor,
+    target: Subdomain,
+    write: Callable[[Subdomain], Any],
+    *,
+    is_alone: bool = False,
 ) -> BecameSplit | Tensor:
     """Split the caller's tensor in place, as `target.layout` says, and `write` into its part.
+
+    Args:
+        plain: The tensor.
+        target: The tensor with the layout that it is to have.
+        write: A function that writes into its part.
+        is_alone: True if the ranks have agreed that nothing else sees it, as in `large_target`.
 
     Returns:
         The tensor with its part; the tensor alone where a view, or an array that shares its memory,
@@ -52,7 +62,7 @@ def become_split(
         raise UnsupportedOperationError("a plain leaf that requires grad cannot take split rows")
     part = target.like(take_part(plain, target.layout).clone())
     write(part)
-    if shared_on_a_rank(plain, target):
+    if not is_alone and shared_on_a_rank(plain, target):
         if plain.nbytes > _WORTH_A_WORD:
             warnings.warn(
                 f"{plain.nbytes:,} bytes of split rows are written into a view of a plain tensor, "

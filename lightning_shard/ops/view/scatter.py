@@ -69,7 +69,10 @@ def scatter(
     if target is not None and isinstance(x, Tensor):
         if is_in_place(func):
             return become_split(
-                x, target, lambda part: scatter(func, part, d, index, source, *rest, **kwargs)
+                x,
+                target,
+                lambda part: scatter(func, part, d, index, source, *rest, **kwargs),
+                is_alone=True,
             )
         own = target.like(take_part(x, target.layout))
         return scatter(func, own, d, index, source, *rest, **kwargs)
@@ -174,7 +177,10 @@ def write_rows(
     if target is not None and isinstance(x, Tensor):
         if is_in_place(func):
             return become_split(
-                x, target, lambda part: write_rows(func, part, d, index, source, *args, **kwargs)
+                x,
+                target,
+                lambda part: write_rows(func, part, d, index, source, *args, **kwargs),
+                is_alone=True,
             )
         own = target.like(take_part(x, target.layout))
         return write_rows(func, own, d, index, source, *args, **kwargs)
