@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -36,20 +37,36 @@ def belongs_to_a_group() -> bool:
     return max(process_info().world_size, ranks) > 1
 
 
+@dataclass(frozen=True)
+class Forks:
+    """The parent's part of a fork, for `begin_forked_rank`."""
+
+    all_forked: Barrier
+    collects: bool  # whether garbage is collected in the parent by itself
+
+
 @contextmanager
-def forking(ranks: int) -> Generator[Barrier]:
+def forking(ranks: int) -> Generator[Forks]:
     """Fork ranks, while open, without Python 3.12's warning of threads.
 
-    The threads are those of torch and of a notebook's kernel; a rank uses none of them.
+    The threads are those of torch and of a notebook's kernel; a rank uses none of them. No garbage
+    is collected meanwhile: the parent's may hold a store, whose end joins a thread that a rank does
+    not have. Such a rank died of SIGSEGV.
 
     Yields:
-        The barrier that `begin_forked_rank` takes. A rank that connected before the next one is
+        What `begin_forked_rank` takes, with a barrier. A rank that connected before the next one is
         forked would set the thread of the store to work, which looks up the name of who connects
         under a lock of the C library. A fork at that moment has the lock closed, for ever.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-        yield multiprocessing.get_context("fork").Barrier(ranks)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+            yield Forks(multiprocessing.get_context("fork").Barrier(ranks), collects)
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
@@ -93,7 +110,7 @@ def _begin_caches_anew() -> None:
                 setattr(module, name, emptied(value))
 
 
-def begin_forked_rank(all_forked: Barrier) -> None:
+def begin_forked_rank(forks: Forks) -> None:
     """Call first in a forked process; it returns once all ranks are forked.
 
     It computes with one thread: libgomp waits forever for the threads that the parent computed
@@ -103,6 +120,8 @@ def begin_forked_rank(all_forked: Barrier) -> None:
     are the meshes that it has made.
     """
     gc.freeze()
+    if forks.collects:
+        gc.enable()
     _begin_caches_anew()
     if dist.is_initialized():
         _OF_PARENT.update(open_groups())
@@ -112,4 +131,4 @@ def begin_forked_rank(all_forked: Barrier) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # Lightning sets the number of threads where this is not
-    all_forked.wait()
+    forks.all_forked.wait()

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from torch.multiprocessing.spawn import (
 
 from lightning_shard.processes.cpu_settings import share_cores
 from lightning_shard.processes.forking import (
+    Forks,
     become_rank,
     begin_forked_rank,
     belongs_to_a_group,
@@ -99,10 +99,10 @@ def launch(
         with (
             store_of_ranks() as port,
             streams(processes) as (shown, writers),
-            forking(processes) as barrier,
+            forking(processes) as here,
         ):
-            all_forked = barrier if method == "fork" else None
-            task = _Task(processes, device_type, timeout_s, port, Path(folder), all_forked)
+            forks = here if method == "fork" else None
+            task = _Task(processes, device_type, timeout_s, port, Path(folder), forks)
             ranks = start_processes(
                 _run, (task, writers, function, args), processes, join=False, start_method=method
             )
@@ -126,7 +126,7 @@ class _Task:
     timeout_s: float
     port: int  # the store's port
     folder: Path
-    all_forked: Barrier | None  # None where ranks are new interpreters
+    forks: Forks | None  # None where ranks are new interpreters
 
     def result(self, rank: int) -> Path:
         """Return the file of what the function returned on this rank."""
@@ -140,8 +140,8 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    if task.all_forked is not None:
-        begin_forked_rank(task.all_forked)
+    if task.forks is not None:
+        begin_forked_rank(task.forks)
     else:
         share_cores(task.processes)
     write_to(writers[rank])

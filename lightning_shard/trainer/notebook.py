@@ -53,7 +53,7 @@ class NotebookLauncher(MultiProcessingLauncher):
         outside = os.environ.get("MASTER_PORT")
         try:
             ranks = self._strategy.num_processes
-            with forking(ranks) as self._all_forked, store_of_ranks() as port:
+            with forking(ranks) as self._forks, store_of_ranks() as port:
                 os.environ["MASTER_PORT"] = str(port)
                 self._strategy.cluster_environment = LightningEnvironment()  # it asks once for it
                 return super().launch(function, *args, trainer=trainer, **named)
@@ -64,7 +64,7 @@ class NotebookLauncher(MultiProcessingLauncher):
 
     @override
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        begin_forked_rank(self._all_forked)
+        begin_forked_rank(self._forks)
         become_rank(process_idx, self._strategy.num_processes, int(os.environ["MASTER_PORT"]))
         super()._wrapping_function(process_idx, *args, **kwargs)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,30 @@ def test_a_group_that_this_process_has_ended_is_not_freed_by_a_rank():
     del cycle
     dist.destroy_process_group()
     assert len(launch(gc.collect)) == 2
+
+
+def test_garbage_with_a_thread_is_not_freed_by_a_rank(monkeypatch):
+    """Between the fork and the first line of a rank a collection freed it: SIGSEGV."""
+    fork = multiprocessing.context.ForkProcess._Popen
+
+    def fork_beside_garbage(process):
+        local = {"is_master": True, "wait_for_workers": False}
+        cycle = [dist.TCPStore("127.0.0.1", 0, **local) for _ in range(12)]
+        cycle.append(cycle)
+        del cycle
+        return fork(process)
+
+    class Noisy:
+        pass
+
+    noisy = Noisy()
+    register_after_fork(noisy, lambda _: [[] for _ in range(100_000)])  # what starts a collection
+    monkeypatch.setattr(
+        multiprocessing.context.ForkProcess, "_Popen", staticmethod(fork_beside_garbage)
+    )
+    assert gc.isenabled()
+    assert launch(gc.isenabled) == [True, True]
+    assert gc.isenabled()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a policy of Linux")
