@@ -183,6 +183,18 @@ def test_dtype_and_value_as_on_a_gpu():
             check(name, torch.bfloat16)
 
 
+@pytest.mark.spmd(2)
+def test_bfloat16_is_transformed_where_one_process_refuses_it():
+    """Autocast of a GPU leaves it as it is (docs/spectral.md)."""
+    x = torch.randn(SHAPE).bfloat16()
+    split = lightning_shard.shard(x, mesh_of(2), 2)
+    with as_on_gpu(), torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(NotImplementedError, match="Unsupported dtype BFloat16"):
+            torch.fft.rfft2(x)
+        spectrum = lightning_shard.gather(torch.fft.rfft2(split))
+    torch.testing.assert_close(spectrum, torch.fft.rfft2(x.float()), rtol=1e-2, atol=1e-1)
+
+
 @pytest.mark.slow
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("on", [contextlib.nullcontext, as_on_gpu], ids=["cpu", "as on a gpu"])

@@ -135,8 +135,11 @@ def _call(
 
 
 def _sizes(x: Tensor) -> Tensor:
-    """Return real numbers of the type in which autocast transforms `x`."""
-    return fft.fft(x).abs()
+    """Return real numbers of the type in which autocast transforms `x`; `x` if torch cannot."""
+    try:
+        return fft.fft(x).abs()
+    except NotImplementedError:  # bfloat16, which a transform of few modes serves
+        return x
 
 
 def _register() -> None:
