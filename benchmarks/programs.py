@@ -11,11 +11,11 @@ float32; of programs in float32 below 1e-5, 1e-4 and 1e-3. A weight's difference
 largest number of its tensor, but to no less than a thousandth of the largest weight.
 
 `python -m benchmarks.programs` runs all, and takes an hour on 2 cores. `--package torchgeo` runs
-those of a package, `--name unet` those with a word in their name, `--mesh 1x2` those of a mesh.
-`--record` writes the results into benchmarks/programs.csv, `--page` the table of
-docs/gallery.md from that file. `--memory` trains those with larger inputs, and prints by how much
-one process grew, and each of two domain ranks. A program whose package is not installed is named
-and left out: `pip install -r benchmarks/program_zoo/requirements.txt` brings all.
+those of a package, `--name unet` those with a word in their name, `--name smp_unet` one program,
+`--mesh 1x2` those of a mesh. `--record` writes the results into benchmarks/programs.csv, `--page`
+the table of docs/gallery.md from that file. `--memory` trains those with larger inputs, and prints
+by how much one process grew, and each of two domain ranks. A program whose package is not installed
+is named and left out: `pip install -r benchmarks/program_zoo/requirements.txt` brings all.
 """
 
 import argparse
@@ -66,9 +66,8 @@ def main() -> None:
     if options.page:
         PAGE.write_text(with_table(PAGE.read_text(), recorded()))
         return
-    for program in programs().values():
-        wanted = any(part in program.name for part in options.name)
-        if not wanted or (options.package and program.package not in options.package):
+    for program in chosen(options.name):
+        if options.package and program.package not in options.package:
             continue
         if program.missing:
             print(f"{program.name}: left out, since {program.missing} is not installed", flush=True)
@@ -88,6 +87,17 @@ def main() -> None:
                 print(f"{program.package} {program.name} {mesh}: {row[mesh]}", flush=True)
         if options.record and "does not run" not in str(row):
             record(program, row)
+
+
+def chosen(names: Sequence[str]) -> list[Program]:
+    """Return the programs of these names; a word that is no whole name chooses all that have it."""
+    known = programs()
+    parts = [name for name in names if name not in known]
+    return [
+        program
+        for name, program in known.items()
+        if name in names or any(part in name for part in parts)
+    ]
 
 
 def results(program: Program, meshes: Sequence[str]) -> dict[str, str]:

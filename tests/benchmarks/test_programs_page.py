@@ -6,7 +6,7 @@ import traceback
 import pytest
 
 from benchmarks.program_zoo import programs
-from benchmarks.programs import MESHES, PAGE, _sentence, recorded, results, with_table
+from benchmarks.programs import MESHES, PAGE, _sentence, chosen, recorded, results, with_table
 from lightning_shard import UnsupportedOperationError
 
 
@@ -24,6 +24,11 @@ def test_each_recorded_program_is_there():
     known = programs()
     assert {row["program"] for row in recorded()} <= known.keys()
     assert {row["changed"] for row in recorded()} <= {p.changed for p in known.values()}
+
+
+def test_a_whole_name_chooses_one_program_and_a_word_all_that_have_it():
+    assert [p.name for p in chosen(["medvision_unet"])] == ["medvision_unet"]
+    assert {"medvision_unet", "medvision_unet3d"} < {p.name for p in chosen(["vision_u"])}
 
 
 @pytest.mark.slow
