@@ -1,17 +1,26 @@
 """Offers two ways out where no rule exists: to work on one part, and to allow a gather."""
 
 import functools
+import operator
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_shard.domain.layout import Layout
-from lightning_shard.ops.elementwise.whole_gradients import local_gradients
-from lightning_shard.processes.torch_private.internals import storage_key
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.elementwise.whole_gradients import local_gradients, ranks_of
+from lightning_shard.processes.torch_private.internals import (
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 from lightning_shard.tensor.gathering import gather_allowed
 from lightning_shard.tensor.tensor import DomainTensor
+
+_TOLD = 62  # results of which ranks tell each other whether they have a graph
 
 
 @contextmanager
@@ -32,13 +41,18 @@ def allow_gather() -> Generator[None, None, None]:
 def local_map(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let `function` run on each rank's part, as a custom kernel that works row by row may.
 
+    All ranks call it. While gradients are recorded they tell each other, in one small message,
+    whether a result has a graph: on some ranks it may have none, as of a part without rows. There
+    the backward pass then goes on with gradients of zero.
+
     Args:
         function: Takes and returns plain tensors. Rows of split dims must not depend on other rows,
             and each returned tensor must keep the split dims of the first split argument; other
             dims may change their extent.
 
     Returns:
-        The function for split tensors. It raises ValueError if a split dim changed its extent.
+        The function for split tensors. It raises ValueError if a split dim changed its extent, or
+        if it returned other numbers of tensors on some ranks.
 
     Example:
         >>> softplus = local_map(MyKernel.apply)
@@ -66,10 +80,44 @@ def local_map(function: Callable[..., Any]) -> Callable[..., Any]:
             # a part of one row shows no other order, and no rank asks the others
             return DomainTensor(part.in_rows(value.contiguous(), layout))
 
+        given = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
         with local_gradients():
-            return wrapped(function(*map(local, args), **{k: local(v) for k, v in kwargs.items()}))
+            return wrapped(_with_graphs_alike(function(*given[0], **given[1]), given, part))
 
     return mapped
+
+
+def _with_graphs_alike(found: Any, given: Any, part: Subdomain) -> Any:
+    """Give results a graph where they have one on some ranks only: all run the same backward."""
+    results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+    if not torch.is_grad_enabled() or ranks_of(part.domain) == 1:
+        return found
+    graphs = sum(x.requires_grad << i for i, x in enumerate(results[:_TOLD]))
+    own = torch.tensor([len(results), graphs], device=part.local.device)
+    told: list[list[int]] = part.domain.gathered(own).tolist()
+    if any(count != len(results) for count, _ in told):
+        numbers = [count for count, _ in told]
+        raise ValueError(
+            f"local_map: the function must return as many tensors on all ranks; it returned "
+            f"{numbers} on the ranks of the domain."
+        )
+    if all(mask == graphs for _, mask in told):
+        return found
+    some = functools.reduce(operator.or_, (mask for _, mask in told))
+    places = {id(x): i for i, x in enumerate(results)}
+    sources = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
+
+    def attached(x: Tensor) -> Tensor:
+        if not some >> places[id(x)] & 1:
+            return x
+        nothing = sum(s.flatten()[:0].sum() for s in sources or [_leaf_like(x)])
+        return x + torch.as_tensor(nothing).to(x.dtype)
+
+    return tree_map_only(Tensor, attached, found)
+
+
+def _leaf_like(x: Tensor) -> Tensor:
+    return x.new_zeros((), requires_grad=True)
 
 
 def _layout_of(result: Tensor, layout: Layout) -> Layout:
