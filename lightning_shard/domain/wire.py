@@ -135,3 +135,8 @@ def _carried(flat: Tensor) -> Tensor:
         return flat
     real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return real.view(torch.uint8)
+
+
+def wait_for(work: dist.Work) -> None:
+    """Wait for a collective that has begun; who looks for ranks that wait finds them here."""
+    work.wait()

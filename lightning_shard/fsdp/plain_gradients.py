@@ -11,6 +11,7 @@ a rank has not used counts as zeros there; one that no rank has used keeps no gr
 """
 
 import weakref
+import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_shard.domain.comm import all_mean
 from lightning_shard.domain.half import HALF
+from lightning_shard.domain.wire import wait_for
 from lightning_shard.fsdp.same_blocks import SameBlocks
 from lightning_shard.fsdp.sparse_gradients import may_be_sparse, mean_of_sparse
 from lightning_shard.fsdp.unreduced import Unreduced
@@ -60,9 +62,10 @@ class _Bucket:
 
     @property
     def is_ready(self) -> bool:
-        return not self.waits_for and not self._keep_graph()
+        return not self.waits_for and not self.keeps_graph()
 
-    def _keep_graph(self) -> bool:
+    def keeps_graph(self) -> bool:
+        """Return True if gradients of this rank can be differentiated again."""
         return any(p.grad is not None and p.grad.requires_grad for p in self.trained)
 
     @torch.no_grad()
@@ -88,7 +91,7 @@ class _Bucket:
     def arrive(self, group: dist.ProcessGroup) -> None:
         """Wait for the sum, and put the mean into the gradients."""
         assert self.flat is not None
-        self.work.wait()
+        wait_for(self.work)
         ranks = 1 if self.flat.dtype in HALF else dist.get_world_size(group)
         sizes = [_real(p).numel() for p in self.trained]
         *sums, is_there = self.flat.split_with_sizes([*sizes, len(sizes)])
@@ -116,11 +119,11 @@ class _Bucket:
         """Average whatever is not averaged yet."""
         if not self.trained:
             return
-        if self._keep_graph():
+        if self.keeps_graph():
             self.average_with_graph(group)
             return
         if self.is_late and self.work is not None:
-            self.work.wait()
+            wait_for(self.work)
         if self.flat is None or self.is_late:
             self.leave(group)
         self.arrive(group)
@@ -243,13 +246,22 @@ class PlainGradients:
         """Give the mean to hooks of a parameter, which come after this one."""
         if len(hooks_of(self.parameters[number])[0]) == 1:
             return None
+        return self._mean_for_hooks(gradient)
+
+    def _mean_for_hooks(self, gradient: Tensor) -> Tensor:
+        self._comes_to("gives hooks of a parameter the mean of its gradient")
         return _mean(gradient, self.group)
+
+    def _comes_to(self, event: str, words: str = "") -> None:
+        """Compare with the other ranks what this one does in its backward pass."""
+        if self._order is not None:
+            self._order.comes_to(event, words, in_backward=True)
 
     def _accumulated(self, p: Tensor) -> None:
         assert isinstance(p, nn.Parameter)
         has_mean = len(hooks_of(p)[1]) > 1
         if has_mean and p.grad is not None:
-            p.grad = _mean(p.grad, self.group)
+            p.grad = self._mean_for_hooks(p.grad)
         if not self.enabled:
             if not has_mean:
                 self.unreduced.note(p)
@@ -274,15 +286,15 @@ class PlainGradients:
         self.take_new()
         for bucket in self._buckets:
             if bucket.work is not None:  # an error has ended the pass before this one
-                bucket.work.wait()
+                wait_for(bucket.work)
             bucket.begin()
         self._has_begun, self._next, self._backward = True, 0, backward_pass()
         if self._order is not None:
-            trained = sum(p.requires_grad for p in self.parameters)
-            event = f"averages the gradients of {trained} parameters"
-            self._order.comes_to(event, words, in_backward=True)
+            self._comes_to(f"averages the gradients of {_told(self.parameters)}", words)
 
     def _finish(self) -> None:
+        if any(bucket.keeps_graph() for bucket in self._buckets):
+            self._comes_to("averages gradients that keep their graph (create_graph=True)")
         for i, bucket in enumerate(self._buckets):
             if i >= self._next or bucket.is_late or bucket.flat is not None:
                 bucket.finish(self.group)
@@ -304,6 +316,13 @@ def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Any:
 def has_gradient(is_there: Tensor, trained: list[nn.Parameter]) -> list[bool]:
     """Return of each parameter whether any rank has its gradient; a prediction asks this rank."""
     return [count > 0 for count in is_there.tolist()]
+
+
+def _told(parameters: Sequence[nn.Parameter]) -> str:
+    """Word how many parameters are trained; a checksum tells which, where some are frozen."""
+    trained = [p.requires_grad for p in parameters]
+    which = "" if all(trained) else f" (checksum {zlib.crc32(bytes(trained)):08x} of which)"
+    return f"{sum(trained)} parameters{which}"
 
 
 def _mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:

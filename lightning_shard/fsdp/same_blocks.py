@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_shard.domain.subdomain import Domain
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.failures.failure import RankFailedError
 from lightning_shard.processes.failures.failure_watch import check_ranks, is_of_processes
@@ -73,6 +74,21 @@ def order_of(ranks: Sequence[int]) -> "SameBlocks | None":
     """Return the common order of `ranks` that `same_blocks` has begun; None where there is none."""
     found = _open.get(tuple(ranks))
     return found if found is not None and found.group_store is default_store() else None
+
+
+def members_come_to(domain: Domain, event: str) -> None:
+    """Compare an event of a step with what the other ranks of the domain do.
+
+    Args:
+        domain: The ranks that share each sample.
+        event: A clause that names what this rank does.
+
+    Raises:
+        DisagreementError: Another rank does something else.
+    """
+    order = order_of(domain.ranks) or same_blocks(domain.group(tuple(range(domain.mesh.ndim))))
+    if order is not None:
+        order.comes_to(event)
 
 
 def orders() -> list["SameBlocks"]:

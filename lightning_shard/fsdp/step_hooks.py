@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.fsdp.no_sync import without_reduction
 from lightning_shard.fsdp.plain_gradients import plain_gradients_of
 from lightning_shard.fsdp.rank_barrier import wait_for_ranks
+from lightning_shard.fsdp.same_blocks import members_come_to
 from lightning_shard.fsdp.shard_block import (
     LocalTensors,
     class_name,
@@ -101,7 +102,10 @@ def _in_step(method: Callable[..., Any], work: Work) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with replica_world(work.mesh, work.axes), whole_gradients(work.split):
+        with (
+            replica_world(work.mesh, work.axes),
+            whole_gradients(work.split, comes_to=members_come_to),
+        ):
             return method(*args, **kwargs)
 
     return wrapped
@@ -117,7 +121,9 @@ def _as_step(
         if not work.running:
             replaced.take()
             work.module.__dict__[GATHERED].see_shards()
-        gradients = whole_gradients(work.split, lambda: without_reduction(work.module))
+        gradients = whole_gradients(
+            work.split, lambda: without_reduction(work.module), members_come_to
+        )
         with work.running, replica_world(work.mesh, work.axes), gradients:
             output = local.restore(method(*args, **kwargs))
         if getattr(work.module, "automatic_optimization", True) is False:

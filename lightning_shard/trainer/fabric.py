@@ -25,6 +25,7 @@ from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.fsdp.no_sync import no_sync
+from lightning_shard.fsdp.same_blocks import members_come_to
 from lightning_shard.lightning import (
     STRATEGY_REGISTRY,
     BackwardSyncControl,
@@ -151,7 +152,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
             self._until_end.enter_context(use_exact_random(self.exact_random))
         backward = partial(around_backward, self._modules, self.device_mesh)
         grad = partial(without_reductions, self._modules, self.device_mesh)
-        loop = whole_gradients_in_loop(self.domain_mesh, grad, backward)
+        loop = whole_gradients_in_loop(self.domain_mesh, grad, backward, members_come_to)
         self._until_end.enter_context(loop)
 
     @override

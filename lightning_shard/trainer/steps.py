@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import PlainGradients, plain_gradients_of
+from lightning_shard.fsdp.same_blocks import members_come_to
 from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.fsdp.unused_parameters import UnusedParameters, unused_parameters_of
 from lightning_shard.lightning import LightningModule, Trainer, is_overridden, rank_zero_info
@@ -107,7 +108,8 @@ class Steps:
             if self._manual is not None:
                 self._manual.end_step()
             return
-        with replica_world(self._mesh), whole_gradients(domain_mesh(self._mesh)):
+        gradients = whole_gradients(domain_mesh(self._mesh), comes_to=members_come_to)
+        with replica_world(self._mesh), gradients:
             yield
 
     @contextmanager

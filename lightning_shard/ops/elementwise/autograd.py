@@ -20,6 +20,7 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops.elementwise.whole_gradients import (
     as_part,
+    comparing,
     local_gradients,
     mean_over_ranks,
     ranks_of,
@@ -86,14 +87,21 @@ def backward(
 
 @composes(Tensor.register_hook, checked=False)
 def register_hook(func: Callable[..., Any], x: Any, hook: Callable[[Any], Any]) -> Any:
-    """Let a hook see the gradient, split, as many times smaller as there are ranks."""
+    """Let a hook see the gradient, split, as many times smaller as there are ranks.
+
+    A hook of one rank may look at its part. A hook that changes the gradient runs on all ranks.
+    """
     part, shown = x.subdomain, type(x)
     layout, domain = part.layout, part.domain  # not x: a hook must not keep its own tensor alive
     strides = layout.strides if part.is_in_order else None
+    comes_to = comparing(domain)
 
     def local_hook(gradient: Tensor) -> Tensor | None:
         changed = hook(shown(Subdomain(gradient / ranks_of(domain), layout, domain, None, strides)))
-        return None if changed is None else _part_of(changed, layout) * ranks_of(domain)
+        if changed is None:
+            return None
+        comes_to("changes the gradient of a split tensor in a hook")
+        return _part_of(changed, layout) * ranks_of(domain)
 
     return part.local.register_hook(local_hook)
 

@@ -60,6 +60,10 @@ def mean_over_ranks(gradient: Tensor, domain: Domain) -> Tensor:
     return all_mean(gradient, ranks_of(domain), everyone)
 
 
+# compares an event, which a clause names, with what the other ranks of a domain do
+ComesTo = Callable[[Domain, str], None]
+
+
 @dataclass(frozen=True)
 class _Step:
     """A step that runs, or a loop of steps.
@@ -69,33 +73,39 @@ class _Step:
         around: A context for each call of `torch.autograd.grad`.
         around_backward: A context for each other backward pass.
         is_loop: True for a loop, which also computes what is not split.
+        comes_to: Lets the ranks of the domain compare what they do with gradients.
     """
 
     domain: Domain | None
     around: Callable[[], AbstractContextManager[Any]]
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_loop: bool = False
+    comes_to: ComesTo | None = None
 
 
 _step: ContextVar[_Step | None] = ContextVar("_step", default=None)
 
 
 def whole_gradients(
-    mesh: DeviceMesh | None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    mesh: DeviceMesh | None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    comes_to: ComesTo | None = None,
 ) -> AbstractContextManager[None]:
     """Inside, plain tensors show whole gradients; for `torch.autograd.grad` one sum travels.
 
     Args:
         mesh: The domain mesh; nothing is averaged for None and for one rank.
         around: A context that is opened for each call of `torch.autograd.grad`.
+        comes_to: Raises where other ranks of the domain do something else with gradients.
     """
-    return _running(_Step(_domain(mesh), around))
+    return _running(_Step(_domain(mesh), around, comes_to=comes_to))
 
 
 def whole_gradients_in_loop(
     mesh: DeviceMesh,
     around: Callable[[], AbstractContextManager[Any]],
     around_backward: Callable[[], AbstractContextManager[Any]],
+    comes_to: ComesTo | None = None,
 ) -> AbstractContextManager[None]:
     """Inside, what a loop of the user's own does outside of its modules sees whole gradients, too.
 
@@ -103,8 +113,9 @@ def whole_gradients_in_loop(
         mesh: The domain mesh.
         around: A context that is opened for each call of `torch.autograd.grad`.
         around_backward: A context that is opened for each other backward pass.
+        comes_to: Raises where other ranks of the domain do something else with gradients.
     """
-    return _running(_Step(_domain(mesh), around, around_backward, is_loop=True))
+    return _running(_Step(_domain(mesh), around, around_backward, is_loop=True, comes_to=comes_to))
 
 
 def _domain(mesh: DeviceMesh | None) -> Domain | None:
@@ -130,6 +141,14 @@ def local_gradients() -> Generator[None]:
         yield
     finally:
         _step.reset(token)
+
+
+def comparing(domain: Domain) -> Callable[[str], None]:
+    """Return what compares events with the other ranks of a domain, which is that of the step."""
+    step = _step.get()
+    if step is None or step.comes_to is None or step.domain is not domain:
+        return lambda event: None
+    return functools.partial(step.comes_to, domain)
 
 
 def splits_samples() -> bool:
@@ -192,9 +211,10 @@ def on_whole_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable
         return hook
     if not tensor.requires_grad or tensor.is_meta or in_transform():
         return hook
-    domain, mark = step.domain, mark_of(tensor)
+    domain, mark, comes_to = step.domain, mark_of(tensor), comparing(step.domain)
 
     def on_whole(gradient: Tensor) -> Any:
+        comes_to("gives a hook the whole gradient of a tensor")
         if not _alike(domain, [mark])[0]:
             return hook(gradient)
         whole = mean_over_ranks(gradient, domain)
@@ -213,6 +233,8 @@ def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(outputs, *args, **kwargs)
         inputs: Any = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else None
         if inputs is not None:
+            if step.domain is not None and not in_transform():
+                comparing(step.domain)("calls torch.autograd.grad in a step")
             return _averaged_over(step, inputs, lambda: run(outputs, *args, **kwargs))
         handles = [see_whole_gradient(leaf) for leaf in _leaves_of(step, outputs)]
         try:
