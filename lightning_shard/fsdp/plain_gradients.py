@@ -62,10 +62,9 @@ class _Bucket:
 
     @property
     def is_ready(self) -> bool:
-        return not self.waits_for and not self.keeps_graph()
+        return not self.waits_for and not self._keep_graph()
 
-    def keeps_graph(self) -> bool:
-        """Return True if gradients of this rank can be differentiated again."""
+    def _keep_graph(self) -> bool:
         return any(p.grad is not None and p.grad.requires_grad for p in self.trained)
 
     @torch.no_grad()
@@ -119,7 +118,7 @@ class _Bucket:
         """Average whatever is not averaged yet."""
         if not self.trained:
             return
-        if self.keeps_graph():
+        if self._keep_graph():
             self.average_with_graph(group)
             return
         if self.is_late and self.work is not None:
@@ -293,8 +292,6 @@ class PlainGradients:
             self._comes_to(f"averages the gradients of {_told(self.parameters)}", words)
 
     def _finish(self) -> None:
-        if any(bucket.keeps_graph() for bucket in self._buckets):
-            self._comes_to("averages gradients that keep their graph (create_graph=True)")
         for i, bucket in enumerate(self._buckets):
             if i >= self._next or bucket.is_late or bucket.flat is not None:
                 bucket.finish(self.group)

@@ -45,9 +45,6 @@ class Hooks(Featured):
             self.network[0 if lone else 3].weight.requires_grad_(False)
         return (y * scale + self.offset - batch["y"]).square().mean()
 
-    def backward(self, loss):
-        loss.backward(create_graph=self.kind == "graph" and self.global_rank == 0)
-
 
 def fit(kind, domain):
     same_blocks.LOOK_S, lone_waits.LOOK_S, lone_waits.STUCK_S = 0.1, 0.2, 1.0
@@ -66,7 +63,6 @@ WORDS = {
     "parameter": "gives hooks of a parameter the mean of its gradient",
     "accumulated": "gives hooks of a parameter the mean of its gradient",
     "frozen": r"averages the gradients of 7 parameters \(checksum \w+ of which\)",
-    "graph": r"averages gradients that keep their graph \(create_graph=True\)",
 }
 
 
@@ -78,7 +74,6 @@ WORDS = {
         ("frozen", (2,), 2),
         slow("plain", (2,), 2),
         slow("accumulated", (2,), 2),
-        slow("graph", (2,), 2),
         slow("split", (2,), 4),
     ],
 )
