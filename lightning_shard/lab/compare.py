@@ -29,6 +29,7 @@ from lightning_shard.lab.batches import (
 )
 from lightning_shard.lab.culprit import find_culprit
 from lightning_shard.lab.differences import (
+    NARROW,
     Value,
     difference,
     differences,
@@ -75,7 +76,8 @@ def check(
         shard_dims: The dims that are split, as for `HybridShardStrategy`.
         simulated: True if the ranks are simulated in this process (`simulate`), which is quicker,
             and allows for many of them, instead of processes.
-        trainer: Arguments of the Trainer, such as `precision="64-true"`.
+        trainer: Arguments of the Trainer, such as `precision="64-true"`. In a precision of 16 bits
+            a small fault hides in rounding, so the step is compared in float64, too.
 
     Returns:
         The result of each step. Functions without a rule are all named, and not only the first one.
@@ -205,9 +207,11 @@ def _check_step(data: Data, task: Task, mesh: Mesh, stage: Stage) -> StepCheck:
         return step
 
     found = compare(task)
-    if found.refused or found.is_exact:
+    narrow = "16" in str(task.trainer.get("precision"))  # a small fault hides in its rounding
+    if found.refused or (found.is_exact and not narrow):
         return found
-    if "precision" in task.trainer:
+    beyond = not found.worst <= NARROW or found.unsteady
+    if beyond if narrow else "precision" in task.trainer:
         return place(task, found)
     wide = replace(task, trainer={**task.trainer, "precision": DOUBLE})
     try:  # sums that nearly cancel differ by more than any tolerance for float32
