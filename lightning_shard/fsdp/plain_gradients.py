@@ -289,7 +289,9 @@ class PlainGradients:
             bucket.begin()
         self._has_begun, self._next, self._backward = True, 0, backward_pass()
         if self._order is not None:
-            self._comes_to(f"averages the gradients of {_told(self.parameters)}", words)
+            self._comes_to(
+                f"averages the gradients of {_which_are_trained(self.parameters)}", words
+            )
 
     def _finish(self) -> None:
         for i, bucket in enumerate(self._buckets):
@@ -315,7 +317,7 @@ def has_gradient(is_there: Tensor, trained: list[nn.Parameter]) -> list[bool]:
     return [count > 0 for count in is_there.tolist()]
 
 
-def _told(parameters: Sequence[nn.Parameter]) -> str:
+def _which_are_trained(parameters: Sequence[nn.Parameter]) -> str:
     """Word how many parameters are trained; a checksum tells which, where some are frozen."""
     trained = [p.requires_grad for p in parameters]
     which = "" if all(trained) else f" (checksum {zlib.crc32(bytes(trained)):08x} of which)"

@@ -20,7 +20,7 @@ from lightning_shard.processes.torch_private.internals import (
 from lightning_shard.tensor.gathering import gather_allowed
 from lightning_shard.tensor.tensor import DomainTensor
 
-_TOLD = 62  # results of which ranks tell each other whether they have a graph
+_MOST_GRAPHS = 62  # results whose graphs are compared: bits of one number
 
 
 @contextmanager
@@ -92,18 +92,18 @@ def _with_graphs_alike(found: Any, given: Any, part: Subdomain) -> Any:
     results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
     if not torch.is_grad_enabled() or ranks_of(part.domain) == 1:
         return found
-    graphs = sum(x.requires_grad << i for i, x in enumerate(results[:_TOLD]))
+    graphs = sum(x.requires_grad << i for i, x in enumerate(results[:_MOST_GRAPHS]))
     own = torch.tensor([len(results), graphs], device=part.local.device)
-    told: list[list[int]] = part.domain.gathered(own).tolist()
-    if any(count != len(results) for count, _ in told):
-        numbers = [count for count, _ in told]
+    of_ranks: list[list[int]] = part.domain.gathered(own).tolist()
+    if any(count != len(results) for count, _ in of_ranks):
+        numbers = [count for count, _ in of_ranks]
         raise ValueError(
             f"local_map: the function must return as many tensors on all ranks; it returned "
             f"{numbers} on the ranks of the domain."
         )
-    if all(mask == graphs for _, mask in told):
+    if all(mask == graphs for _, mask in of_ranks):
         return found
-    some = functools.reduce(operator.or_, (mask for _, mask in told))
+    some = functools.reduce(operator.or_, (mask for _, mask in of_ranks))
     places = {id(x): i for i, x in enumerate(results)}
     sources = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
 
