@@ -28,26 +28,27 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
         for path, x in named_leaves(batch)
         if isinstance(x, Tensor | LocalPart)
     }
-    read = {name: identity_of(x) for name, x in leaves.items()}
-    if found := first_difference(read, mesh):
-        ranks, name = found
-        entry = f"entry {name}" if name else "the tensor itself"
-        raise ValueError(
-            f"the ranks {ranks} share each sample, but read different batches ({entry}); "
-            "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
-            "which replica reads what) and draw augmentations from the same seed."
-        )
-    if found := first_difference({name: _steps_of(x) for name, x in leaves.items()}, mesh):
-        ranks, name = found
-        entry = f"entry {name}" if name else "the tensor itself"
+    read = {(name, "samples"): identity_of(x) for name, x in leaves.items()}
+    read |= {(name, "memory"): _steps_of(x) for name, x in leaves.items()}
+    found = first_difference(read, mesh)
+    if found is None:
+        return
+    ranks, (name, what) = found
+    entry = f"entry {name}" if name else "the tensor itself"
+    if what == "memory":
         raise ValueError(
             f"the ranks {ranks} share each sample, but what they read lies otherwise in memory "
             f"({entry}): a view on one rank would be a copy on another. Return x.contiguous() from "
             "the dataset or the collate function, on all ranks alike."
         )
+    raise ValueError(
+        f"the ranks {ranks} share each sample, but read different batches ({entry}); "
+        "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
+        "which replica reads what) and draw augmentations from the same seed."
+    )
 
 
-def first_difference(values: Mapping[str, Any], mesh: DeviceMesh) -> tuple[list[int], str] | None:
+def first_difference(values: Mapping[Any, Any], mesh: DeviceMesh) -> tuple[list[int], Any] | None:
     """Compare values over the ranks of each mesh axis. All ranks must call this.
 
     Returns:
@@ -55,7 +56,7 @@ def first_difference(values: Mapping[str, Any], mesh: DeviceMesh) -> tuple[list[
     """
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
-        everywhere: list[Mapping[str, Any]] = [{}] * mesh.size(axis)
+        everywhere: list[Mapping[Any, Any]] = [{}] * mesh.size(axis)
         dist.all_gather_object(everywhere, values, group)
         for name in dict.fromkeys(name for each in everywhere for name in each):
             if any(each.get(name) != everywhere[0].get(name) for each in everywhere):
