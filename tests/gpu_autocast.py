@@ -72,7 +72,11 @@ def _operator(name: str) -> Any:
 def _kernel(operator: Any) -> Callable[..., Any]:
     name = operator.__name__.split(".")[0]
     if name == "norm":  # another overload takes the type
-        typed = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+        typed = {
+            "Scalar": "ScalarOpt_dtype",
+            "ScalarOpt_dim": "ScalarOpt_dim_dtype",
+            "names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype",  # before torch 2.15
+        }
         typed_norm = getattr(torch.ops.aten.norm, typed[operator._overloadname])
 
     def run(*args: Any, **kwargs: Any) -> Any:

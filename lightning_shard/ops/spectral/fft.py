@@ -138,7 +138,7 @@ def _sizes(x: Tensor) -> Tensor:
     """Return real numbers of the type in which autocast transforms `x`; `x` if torch cannot."""
     try:
         return fft.fft(x).abs()
-    except NotImplementedError:  # bfloat16, which a transform of few modes serves
+    except RuntimeError:  # bfloat16, which a transform of few modes serves
         return x
 
 
