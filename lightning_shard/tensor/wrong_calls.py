@@ -12,8 +12,8 @@ asks once. What passes is accepted. Two kinds of calls run on zeros and on ones,
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -21,7 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.processes.torch_private.internals import is_autocast, open_modes
+from lightning_shard.processes.torch_private.internals import (
+    dual_level,
+    forward_ad,
+    is_autocast,
+    open_modes,
+)
 from lightning_shard.processes.torch_private.typed import random
 from lightning_shard.tensor.gathering import split_in
 
@@ -104,7 +109,7 @@ def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     except Exception as error:  # any kind: the real function decides below
         if not small and isinstance(error, IndexError | ValueError | TypeError):
             raise
-        refused = error
+        refused = error.with_traceback(None)  # whose frames hold this one, and it the tensors
     # rules compute in single precision where a CPU's library knows no such numbers
     known = all(t.dtype != torch.complex32 for t in tensors)
     floats = all(t.is_floating_point() and t.itemsize > 1 for t in tensors)
@@ -148,9 +153,25 @@ def _run(
             return value.clone_state()
         return type(value)(map(stand_in, value)) if type(value) in (list, tuple) else value
 
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), _without_dual_level(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         func(*map(stand_in, args), **{name: stand_in(v) for name, v in kwargs.items()})
+
+
+@contextmanager
+def _without_dual_level() -> Generator[None]:
+    """Let no `dual_level` be open meanwhile: the tensors have no tangents.
+
+    While one is open torch 2.15 cannot print a tensor inside of an operator, as it does where it
+    looks for an overload. Its error keeps a guard in a frame, and where that ends, the thread
+    records no graph any more.
+    """
+    level = dual_level()
+    vars(forward_ad)["_current_level"] = -1
+    try:
+        yield
+    finally:
+        vars(forward_ad)["_current_level"] = level
 
 
 def _full(number: int, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Wrong calls, drawn at random: torch's error on every rank, or a refusal by name; never a hang."""
 
+import gc
 import itertools
 from collections.abc import Callable
 from random import Random
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError, use_exact_random
-from tests.parity import mesh_of
+from tests.parity import assert_same, mesh_of
 
 SHAPES = ((5,), (4, 6), (1, 7), (2, 3, 5), (3, 4, 6, 5), (2, 4, 1, 3), (2, 2, 3, 4, 5))
 NUMBERS = (-3, -1, 0, 1, 2, 3, 4, 7, 100)
@@ -344,3 +345,20 @@ def test_floats_of_eight_bits_fail_on_all_ranks():
                 run(whole)
             with pytest.raises(alone.type, match="not implemented for"):
                 run(x)
+
+
+@pytest.mark.spmd(2)
+def test_what_meta_tensors_refuse_hides_no_graph_after_a_jvp():
+    """An error of torch's kept a guard in a frame: the next collection hid autograd for good."""
+    x = torch.arange(12.0, dtype=torch.float64).view(3, 4)
+    split = lightning_shard.shard(x, mesh_of(2), 1)
+
+    def middle(t: Tensor) -> Tensor:
+        return t.quantile(0.5, 0)
+
+    expected = torch.func.jvp(middle, (x,), (x.cos(),))
+    found = torch.func.jvp(middle, (split,), (split.cos(),))
+    for one, other in zip(found, expected, strict=True):
+        assert_same(lightning_shard.gather(one), other)
+    gc.collect(1)
+    assert (x.requires_grad_() * 2).requires_grad
