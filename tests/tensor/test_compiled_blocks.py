@@ -59,7 +59,10 @@ def test_what_a_block_reads_may_change():
         READ["scale"] = 3.0
 
 
+# On a rank: torch counts devices as a first backward pass begins. Where it compiles, it finds
+# eight and starts threads, after which this session could fork no ranks that differentiate.
 @pytest.mark.slow
+@pytest.mark.spmd(1)
 @on_kernels_of_torch()
 def test_a_copy_compiles_anew():
     block, x = Scaled(), torch.randn(1, 2, 9, 4)
