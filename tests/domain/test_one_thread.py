@@ -77,16 +77,19 @@ def test_two_threads_at_once():
     assert x.mean().isfinite()
 
 
-@pytest.mark.slow  # on a busy machine its thread ended early twice, and it is not known why
 @pytest.mark.spmd(2)
 def test_a_thread_that_waits_for_rows_is_at_work():
     x = lightning_shard.shard(torch.randn(1, 1, 512, 512), mesh_of(2), 2)
     store, is_first = store_of_attempt(), dist.get_rank() == 0
-    errors = list[Exception]()
+    errors, begun, took_over = list[Exception](), threading.Event(), threading.Event()
 
     def work():
         try:
+            begun.wait()
+            while innermost(threading.main_thread()) != ("threading.py", "wait"):
+                time.sleep(0.001)  # it has split the tensor, and must not be at work any more
             x.sum()
+            took_over.set()
             if not is_first:
                 store.wait(["refused"])
             F.conv2d(x, torch.ones(1, 1, 3, 3), padding=1)
@@ -95,6 +98,8 @@ def test_a_thread_that_waits_for_rows_is_at_work():
 
     thread = threading.Thread(target=work)
     thread.start()
+    begun.set()
+    assert took_over.wait(60), errors
     if is_first:
         while innermost(thread) != ("wire.py", "brought"):  # it waits for rows of the other rank
             assert thread.is_alive(), errors
