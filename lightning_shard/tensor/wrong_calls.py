@@ -109,7 +109,7 @@ def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     except Exception as error:  # any kind: the real function decides below
         if not small and isinstance(error, IndexError | ValueError | TypeError):
             raise
-        refused = error.with_traceback(None)  # whose frames hold this one, and it the tensors
+        refused = error.with_traceback(None)  # its frames would hold the tensors
     # rules compute in single precision where a CPU's library knows no such numbers
     known = all(t.dtype != torch.complex32 for t in tensors)
     floats = all(t.is_floating_point() and t.itemsize > 1 for t in tensors)
