@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,28 @@ def initialised_accelerator() -> str | None:
     """Name the accelerator that this process has begun to use: it would not work in a fork."""
     begun = (row.type.upper() for row in accelerators() if row.module.is_initialized())
     return next(begun, None)
+
+
+def what_no_fork_has() -> str | None:
+    """Say what has begun in this process that would not work in a fork of it; None: nothing.
+
+    torch counts devices as the first backward pass of a process begins, and starts a thread for
+    each. On fake tensors, as where it compiles, it finds some on any machine. No fork can
+    differentiate then.
+    """
+    if device := initialised_accelerator():
+        return f"{device} has been initialised"
+    names = (_name_of(task) for task in Path("/proc/self/task").glob("*"))
+    if any(name.startswith("pt_autograd") for name in names):
+        return "torch has started threads for backward passes"
+    return None
+
+
+def _name_of(task: Path) -> str:
+    try:
+        return (task / "comm").read_text()
+    except OSError:  # the thread has ended
+        return ""
 
 
 def belongs_to_a_group() -> bool:

@@ -1,8 +1,9 @@
 """Runs one function on several processes of this machine, from a notebook or a script.
 
 A rank is a fork of this process where that is possible, so that functions of a notebook's cells
-run in it; where an accelerator has been initialised it is a new interpreter. The process that
-launches holds the store in which the ranks meet, as torchrun does, so no free port is guessed.
+run in it; where an accelerator has been initialised, or torch has started threads for backward
+passes, it is a new interpreter. The process that launches holds the store in which the ranks meet,
+as torchrun does, so no free port is guessed.
 
 torch's `elastic_launch` was tried instead (torch 2.15). Its agent runs a thread before it forks,
 and two ranks that it forked had not returned after four minutes. New interpreters, its other way,
@@ -37,8 +38,8 @@ from lightning_shard.processes.forking import (
     begin_forked_rank,
     belongs_to_a_group,
     forking,
-    initialised_accelerator,
     store_of_ranks,
+    what_no_fork_has,
 )
 from lightning_shard.processes.rank_output import Stream, Writers, streams, write_to
 from lightning_shard.processes.start import start_process_group
@@ -62,7 +63,7 @@ def launch(
 
     Args:
         function: May be defined in a notebook's cell. Where this process has initialised an
-            accelerator, it must be importable instead.
+            accelerator, or compiled, it must be importable instead.
         args: Its arguments, on each rank the same.
         processes: Number of ranks.
         device_type: "cpu", or "cuda" or "xpu" with one device for each rank.
@@ -87,13 +88,13 @@ def launch(
             "several; call the function itself, or launch from a process that no launcher started."
         )
     method = "fork"
-    if device := initialised_accelerator():
+    if begun := what_no_fork_has():
         method = "spawn"
         if function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
             raise RuntimeError(
-                f"{device} has been initialised in this process, which therefore cannot be forked, "
-                f"and the function {function.__name__} exists only in it; restart the kernel and "
-                "launch before anything uses the device, or import the function from a file."
+                f"{begun} in this process, which therefore cannot be forked, and the function "
+                f"{function.__name__} exists only in it; restart the kernel and launch before "
+                "anything uses a device or compiles, or import the function from a file."
             )
     with tempfile.TemporaryDirectory() as folder:
         with (

@@ -23,8 +23,8 @@ from lightning_shard.processes.forking import (
     become_rank,
     begin_forked_rank,
     forking,
-    initialised_accelerator,
     store_of_ranks,
+    what_no_fork_has,
 )
 
 
@@ -44,11 +44,11 @@ class NotebookLauncher(MultiProcessingLauncher):
         Raises:
             RuntimeError: The session cannot be forked.
         """
-        if device := initialised_accelerator():
+        if begun := what_no_fork_has():
             raise RuntimeError(
                 f"the Trainer forks this session into {self._strategy.num_processes} processes, "
-                f"which is impossible because {device} has been initialised in it; restart the "
-                "kernel and call the Trainer before anything uses the device, or run a script."
+                f"which is impossible because {begun} in it; restart the kernel and call the "
+                "Trainer before anything uses a device or compiles, or run a script."
             )
         outside = os.environ.get("MASTER_PORT")
         try:

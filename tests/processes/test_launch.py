@@ -18,8 +18,8 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_shard import launch
+from lightning_shard.processes import forking, mesh
 from lightning_shard.processes import launch as launching
-from lightning_shard.processes import mesh
 
 
 @pytest.fixture(autouse=True)
@@ -229,7 +229,7 @@ import torch.distributed as dist
 from lightning_shard import launch
 
 if __name__ == "__main__":
-    torch.cuda.is_initialized = lambda: True
+    BEGIN
     print(launch(dist.get_world_size))
     del __file__, dist.get_world_size.__module__
     dist.get_world_size.__module__ = "__main__"  # as a function of a notebook's cell
@@ -237,14 +237,46 @@ if __name__ == "__main__":
 """
 
 
+BACKWARD = """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    with FakeTensorMode():  # it shows devices that are not there
+        torch.ones(1, requires_grad=True).sum().backward()
+"""
+
+
 @pytest.mark.slow
-def test_new_interpreters_where_a_fork_would_not_work(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+@pytest.mark.parametrize(
+    ("begin", "begun"),
+    [
+        ("torch.cuda.is_initialized = lambda: True", "CUDA has been initialised"),
+        (BACKWARD, "torch has started threads for backward passes"),
+    ],
+    ids=["CUDA", "threads"],
+)
+def test_new_interpreters_where_a_fork_would_not_work(tmp_path, begin, begun):
+    (tmp_path / "script.py").write_text(SCRIPT.replace("BEGIN", begin.strip()))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "script.py"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.stdout == "[2, 2]\n", done.stderr
-    assert "CUDA has been initialised in this process" in done.stderr
+    assert f"{begun} in this process" in done.stderr
     assert "restart the kernel" in done.stderr
+
+
+def test_threads_of_backward_passes_are_seen(monkeypatch):
+    monkeypatch.setattr(forking, "initialised_accelerator", lambda: None)
+    begun, done = threading.Event(), threading.Event()
+
+    def work():
+        Path("/proc/thread-self/comm").write_text("pt_autograd_0")
+        begun.set()
+        done.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    assert forking.what_no_fork_has() == "torch has started threads for backward passes"
+    done.set()
+    thread.join()
