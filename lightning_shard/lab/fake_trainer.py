@@ -10,6 +10,7 @@ numbers, such as the rows that a mask chooses, the step runs on real tensors ins
 import copy
 import gc
 import math
+import sys
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -221,6 +222,9 @@ class _Body:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # about addresses of tensors without memory
+            if "torch._dynamo" in sys.modules:  # its import takes seconds
+                # what the module compiles is counted as it is written
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(replaced(offload, "MOVER", Counted(self._ledger)))
             stack.enter_context(replaced(offload, "free_bytes", lambda _: self._ledger.free))
             stack.enter_context(replaced(plain_gradients, "begin_sum", self._begin_sum))

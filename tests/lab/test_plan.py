@@ -261,3 +261,12 @@ def test_ranks_and_tiles_without_rows_are_refused():
         with pytest.raises(ValueError, match=f"{parts} cannot share a dim of 12 rows"):
             lightning_shard.plan(module, data(), **where)
     assert lightning_shard.plan(module, data(), mesh="1x12").memory
+
+
+@pytest.mark.slow
+def test_what_is_compiled_is_counted_as_it_is_written():
+    batches = data()
+    plain, compiled = Net(), Net()
+    compiled.first = torch.compile(compiled.first, backend="eager")
+    memory = [lightning_shard.plan(net, batches, mesh=2).memory for net in (plain, compiled)]
+    assert memory[0] == memory[1]
