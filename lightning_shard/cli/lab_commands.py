@@ -62,9 +62,10 @@ class LabCLI(lightning_cli.ShardCLI):
         strategy = strategy_options(trainer)
         shard_dims, sharding = strategy.get("shard_dims"), strategy.get("sharding") or "auto"
         with as_usage_error(ValueError):
-            self.sharding = (
-                sharding if isinstance(sharding, str) else ShardingOptions(**vars(sharding))
+            how: dict[str, Any] = (
+                {"mode": sharding} if isinstance(sharding, str) else vars(sharding)
             )
+            self.sharding = ShardingOptions(**how)
         precision = {} if trainer.precision is None else {"precision": trainer.precision}
         self.step: dict[str, Any] = {"shard_dims": shard_dims, **precision}  # these change the step
         trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
@@ -108,7 +109,7 @@ class LabCLI(lightning_cli.ShardCLI):
             note("check compares ranks with one process; tiles have the rules of ranks")
         alone = math.prod(self.domain) == 1
         domain = (2,) if alone else tuple(min(size, 2) for size in self.domain)
-        found = check(self.model, source, (1, *domain), **self.step)
+        found = check(self.model, source, (1, *domain), sharding=self.sharding.mode, **self.step)
         print(found)
         if not found.is_supported:
             sys.exit(1)
@@ -136,6 +137,7 @@ class LabCLI(lightning_cli.ShardCLI):
                 self.own.meshes,
                 self.own.steps,
                 simulated=self.own.simulated,
+                sharding=self.sharding.mode,
                 facts={"model": type(self.model).__name__, "config": f"sha256 {digest[:16]}"},
                 **self.step,
             )

@@ -26,6 +26,8 @@ STEPS: dict[Stage, tuple[str, str]] = {
     "predict": ("predict_step", "predict_dataloader"),
 }
 
+_EMPTY = "the DataLoader of training batches has no batch."
+
 
 class NotRehearsedError(LightningShardError):
     """A step cannot be rehearsed; the message says why."""
@@ -68,7 +70,7 @@ def first_batches(module: LightningModule, data: Data, stage: Stage) -> list[Any
     A lone DataLoader gives its batch to all stages for which the module has no loaders.
 
     Raises:
-        ValueError: There is no DataLoader of training batches.
+        ValueError: There is no DataLoader of training batches, or it is empty.
         NotRehearsedError: There are no batches of another stage.
     """
     with random.fork_rng(devices=[]):
@@ -77,7 +79,9 @@ def first_batches(module: LightningModule, data: Data, stage: Stage) -> list[Any
             return _of_own_loaders(_owner(module, data), stage)
         if isinstance(data, LightningDataModule) and stage != "fit":
             raise NotRehearsedError(f"{type(data).__name__} has no {STEPS[stage][1]}")
-        return [_in_memory(next(iter(_of_training(data))))]
+        if found := _one(_of_training(data)):
+            return found
+        raise ValueError(_EMPTY)
 
 
 def pins_batches(data: Data) -> bool:
@@ -98,7 +102,7 @@ def batches_in_turn(data: Data, count: int) -> list[Any]:
         while len(found) < count:
             drawn = list(itertools.islice(iter(loader), count - len(found)))
             if not drawn:
-                raise ValueError("the DataLoader of training batches has no batch.")
+                raise ValueError(_EMPTY)
             found += drawn
         return found
 

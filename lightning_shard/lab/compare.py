@@ -6,6 +6,7 @@ first step that differs, module by module and then function by function (`find_c
 """
 
 import importlib.metadata
+import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_shard.data.split import ShardDims
+from lightning_shard.fsdp.options import Sharding
 from lightning_shard.lab.batches import (
     STEPS,
     Data,
@@ -46,7 +48,7 @@ from lightning_shard.lab.result import (
     StepCheck,
 )
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
-from lightning_shard.lightning import LightningDataModule, LightningModule
+from lightning_shard.lightning import LightningDataModule, LightningModule, is_overridden
 
 MESHES = ((1, 1), (1, 2), (2, 2), (1, 4))
 DOUBLE = "64-true"
@@ -60,6 +62,7 @@ def check(
     shard_dims: ShardDims = None,
     *,
     simulated: bool = False,
+    sharding: Sharding = "auto",
     **trainer: Any,
 ) -> Check:
     """Run each step in one process and on a mesh of ranks on this machine, and compare.
@@ -76,6 +79,7 @@ def check(
         shard_dims: The dims that are split, as for `HybridShardStrategy`.
         simulated: True if the ranks are simulated in this process (`simulate`), which is quicker,
             and allows for many of them, instead of processes.
+        sharding: The mode of `ShardingOptions`.
         trainer: Arguments of the Trainer, such as `precision="64-true"`. In a precision of 16 bits
             a small fault hides in rounding, so the step is compared in float64, too.
 
@@ -88,10 +92,13 @@ def check(
         torch.multiprocessing.ProcessRaisedException: The module does not train.
     """
     options = trainer_options(check, trainer)
-    task = _task(module, data, shard_dims, options, simulated=simulated)
+    strategy = {"shard_dims": shard_dims, "sharding": sharding}
+    task = _task(module, data, strategy, options, simulated=simulated)
     sizes = as_mesh(mesh)
-    found = Check(sizes, _check_step(data, task, sizes, "fit"))
-    for stage in stages_of(module):
+    others = stages_of(module)
+    trains = is_overridden("training_step", module) or not others
+    found = Check(sizes, _check_step(data, task, sizes, "fit") if trains else None)
+    for stage in others:
         step = STEPS[stage][0]
         try:
             found.evaluation[step] = _check_step(data, task, sizes, stage)
@@ -108,6 +115,7 @@ def certify(
     shard_dims: ShardDims = None,
     *,
     simulated: bool = False,
+    sharding: Sharding = "auto",
     facts: Mapping[str, str] | None = None,
     **trainer: Any,
 ) -> Certificate:
@@ -126,6 +134,7 @@ def certify(
         steps: Number of batches that are trained on.
         shard_dims: The dims that are split, as for `HybridShardStrategy`.
         simulated: True for ranks of `simulate`, instead of processes.
+        sharding: The mode of `ShardingOptions`.
         facts: Further facts that the certificate is to name.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
@@ -142,7 +151,9 @@ def certify(
     for mesh in sizes:
         _refuse_unequal_shares(batches, mesh)
     found = Certificate(_facts(batches, simulated=simulated) | dict(facts or {}))
-    task = replace(_task(module, data, shard_dims, options, simulated=simulated), batches=batches)
+    strategy = {"shard_dims": shard_dims, "sharding": sharding}
+    task = _task(module, data, strategy, options, simulated=simulated)
+    task = replace(task, batches=batches)
     for precision in dict.fromkeys((DOUBLE, str(options.get("precision", "32-true")))):
         of_precision = replace(task, trainer=options | {"precision": precision})
         _certify_in(found, of_precision, sizes, precision)
@@ -154,14 +165,14 @@ def certify(
 def _task(
     module: LightningModule,
     data: Data,
-    shard_dims: ShardDims,
+    strategy: dict[str, Any],
     trainer: dict[str, Any],
     *,
     simulated: bool,
 ) -> Task:
     """Return the task of one process, without batches."""
     own = data if isinstance(data, LightningDataModule) else None
-    strategy = {"shard_dims": shard_dims, "exact_random": True}
+    strategy = {**strategy, "exact_random": True}
     return Task(module, own, [], strategy=strategy, trainer=trainer, simulated=simulated)
 
 
@@ -240,8 +251,8 @@ def _compared(alone: Record, ranks: Record, stage: Stage) -> StepCheck:
     (values,) = alone.values
     logged, tolerance = differences(_joined(ranks.values, values), values), tolerance_of(values)
     if stage == "fit":
-        found.loss = alone.losses[0]
-        found.loss_difference = difference(ranks.losses[0], found.loss, 0.0)
+        found.loss = alone.losses[0] if alone.has_loss else None
+        found.loss_difference = difference(ranks.losses[0], alone.losses[0], 0.0)
         expected = alone.gradients | alone.buffers
         found.differences = differences(
             ranks.gradients | ranks.buffers, expected, norm_of_all(expected.values())
@@ -250,8 +261,15 @@ def _compared(alone: Record, ranks: Record, stage: Stage) -> StepCheck:
         found.apart = ranks.apart
         found.logged, found.tolerance_of_logged = logged, tolerance
     else:
+        expected = values
         found.differences, found.tolerance = logged, tolerance
+    found.nan = [LOSS] if found.loss is not None and math.isnan(found.loss) else []
+    found.nan += [name for name, value in expected.items() if _has_nan(value)]
     return found
+
+
+def _has_nan(value: Value) -> bool:
+    return not isinstance(value, str) and bool(torch.as_tensor(value).isnan().any())
 
 
 def _joined(replicas: Sequence[Mapping[str, Value]], expected: Mapping[str, Value]) -> Any:

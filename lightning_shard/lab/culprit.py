@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lightning_shard.lab.differences import difference, differences, norm_of_all
-from lightning_shard.lab.record import Inspection, Output, Record, record
+from lightning_shard.lab.outputs import Output
+from lightning_shard.lab.record import Inspection, Record, record
 from lightning_shard.lab.run import Task
 
 

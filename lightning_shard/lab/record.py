@@ -6,24 +6,24 @@ compared with one in one process. Gathering is a collective, which all ranks cal
 
 import contextlib
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_shard.checkpoint.state import full_module_state, parameter_names
-from lightning_shard.data.tree import leaves_of, named_leaves
+from lightning_shard.checkpoint.foreign import plain_name
+from lightning_shard.checkpoint.state import full, full_module_state, parameter_names
+from lightning_shard.data.tree import named_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.lab.differences import Value
+from lightning_shard.fsdp.complex_pairs import as_complex, pair_names
+from lightning_shard.lab.differences import Value, alike, relative
+from lightning_shard.lab.outputs import Output, Outputs
 from lightning_shard.lab.run import Task, on_each_rank, run_here
 from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.ops.registry import name_of
@@ -32,12 +32,6 @@ from lightning_shard.tensor import autograd_function, gathering
 from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.tensor.placement import gather
 from lightning_shard.trainer.split_summary import SplitSummary, split_summary
-
-# modules between a function and its caller, and modules whose calls are not the user's
-_CARRIERS = ("torch.overrides", "torch.nn.functional", "torch.functional", "torch._tensor",
-             "torch._jit_internal", "torch._ops")  # fmt: skip
-_INFRASTRUCTURE = ("torch.distributed.", "torch.utils.", "torch.autograd.", "torch.optim.",
-                   "torch.nn.utils.", "lightning.", "lightning_shard.")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,29 +50,16 @@ class Inspection:
 
 
 @dataclass
-class Output:
-    """The tensors that one call gave.
-
-    Attributes:
-        name: The name of the module, or of the function.
-        kind: The class of the module; "" for a function.
-        values: The tensors that it gave, whole, on the first rank.
-    """
-
-    name: str
-    kind: str = ""
-    values: list[Tensor] = field(default_factory=list[Tensor])
-
-
-@dataclass
 class Record:
     """The values that a run left: losses, weights, gradients and outputs.
 
     Attributes:
         losses: The loss of each training step, the mean over the data replicas.
+        has_loss: False if the last step returned none, as a manual one may.
         weights: Parameters and buffers after each step, by name; not of a run that is looked into.
         gradients: Gradients of the step that is looked into, by the name of the parameter. Each is
-            that of the first update of its optimizer, of which a manual step may have several.
+            that of the first update of its optimizer, of which a manual step may have several; or,
+            if the step updates nothing, that of its end.
         buffers: Buffers before the first of these updates, by name.
         sizes: Sum and norm of these gradients and buffers on this rank, by name.
         apart: The relative difference of these between ranks of a domain, by name.
@@ -92,6 +73,7 @@ class Record:
     """
 
     losses: list[float] = field(default_factory=list[float])
+    has_loss: bool = False
     weights: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -140,7 +122,8 @@ def _apart(sizes: Sequence[tuple[float, float]]) -> float:
     """Return the relative difference of sum or norm between the first rank and another one."""
     scale = max(1e-30, *(norm for _, norm in sizes))
     pairs = [pair for each in sizes for pair in zip(each, sizes[0], strict=True)]
-    return max(abs(one - first) / scale for one, first in pairs)
+    apart = [abs(one - first) for one, first in pairs if not alike(one, first)]
+    return max((relative(gap, scale) for gap in apart), default=0.0)
 
 
 def record_here(
@@ -160,7 +143,7 @@ def record_here(
     found, values = Record(), dict[str, Value]()
     with allow_gather():
         try:
-            trainer = run_here(task, _Recorder(found, values, task, inspection, nudged=nudged))
+            trainer = run_here(task, _Recorder(found, values, inspection, nudged=nudged))
         except UnsupportedOperationError as error:
             found.refused = str(error)
         else:
@@ -178,14 +161,12 @@ class _Recorder(Callback):
         self,
         found: Record,
         values: dict[str, Value],
-        task: Task,
         inspection: Inspection | None,
         *,
         nudged: bool,
     ) -> None:
         self._found, self._values, self._look, self._nudged = found, values, inspection, nudged
-        self._parameters = {name for name, _ in task.module.named_parameters()}
-        self._outputs: _Outputs | None = None
+        self._outputs: Outputs | None = None
         self._looked = set[Optimizer]()
 
     @override
@@ -203,7 +184,7 @@ class _Recorder(Callback):
         if batch_idx == 0:
             self._found.split = split_summary(batch)
         if self._look is not None and self._look.outputs and batch_idx == self._look.step:
-            self._outputs = _Outputs(pl_module, self._look.module, self._found.outputs)
+            self._outputs = Outputs(pl_module, self._look.module, self._found.outputs)
 
     @override
     def on_before_backward(
@@ -230,36 +211,36 @@ class _Recorder(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
-        """Read gradients and buffers as a state, whose names are those of the plain module."""
+        """Keep gradients and buffers, under the names that the plain module gives them."""
         inspection, seen = self._look, self._looked
         if inspection is None or optimizer in seen or len(self._found.losses) < inspection.step:
             return
         self._note_outputs(False)
-        own, weights = self._parameters, [(p, p.detach().clone()) for p in pl_module.parameters()]
-        if seen:  # each other optimizer gives its own parameters only
-            own = {*parameter_names(optimizer, pl_module)}
-        with torch.no_grad():
-            for p, _ in weights:  # through `data`, since a later backward pass may use the weights
-                p.data.zero_() if p.grad is None else p.data.copy_(p.grad)
-            for name, value in _state(pl_module).items():
-                if name in own or not seen:
-                    of_all = value.double() if not value.is_complex() else torch.view_as_real(value)
-                    self._found.sizes[name] = float(of_all.sum()), float(of_all.norm())
-                    into = self._found.gradients if name in own else self._found.buffers
-                    into |= {} if dist.get_rank() else {name: value}
-            for p, weight in weights:
-                p.data.copy_(weight)
+        self._keep(pl_module, [*parameter_names(optimizer, pl_module)] if seen else None)
         self._note_outputs(True)
         seen.add(optimizer)
         trainer.should_stop = True
+
+    def _keep(self, pl_module: LightningModule, names: Sequence[str] | None) -> None:
+        """Keep these gradients; None: all of them, and the buffers."""
+        own = _gradients(pl_module)
+        kept = _state(pl_module) | own if names is None else {name: own[name] for name in names}
+        for name, value in kept.items():
+            of_all = value.double() if not value.is_complex() else torch.view_as_real(value)
+            self._found.sizes[name] = float(of_all.sum()), float(of_all.norm())
+            into = self._found.gradients if name in own else self._found.buffers
+            into |= {} if dist.get_rank() else {name: value}
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._end_of_outputs()
+        if self._look is not None and not self._looked and batch_idx == self._look.step:
+            self._keep(pl_module, None)  # a manual step need not update in each batch
         loss: Any = outputs.get("loss") if is_mapping(outputs) else outputs
         self._found.losses.append(math.nan if loss is None else float(loss))
+        self._found.has_loss = loss is not None
         if self._look is None:
             state = _state(pl_module)
             self._found.weights.append({} if dist.get_rank() else state)
@@ -296,6 +277,21 @@ def _state(module: LightningModule) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in state.items() if isinstance(v, Tensor)}
 
 
+def _gradients(module: LightningModule) -> dict[str, Tensor]:
+    """Return copies of whole gradients, zeros where a parameter has none.
+
+    A gradient is read where it lies: in a manual step a parameter is whole, and its gradient may be
+    a shard.
+    """
+    found: dict[str, Tensor] = {}
+    pairs = pair_names(module)
+    for name, p in module.named_parameters(remove_duplicate=False):
+        gradient = p.new_zeros(p.shape) if p.grad is None else p.grad.detach()
+        whole = full(as_complex(gradient) if name in pairs else gradient)
+        found[plain_name(name)] = whole.to_dense().clone()
+    return found
+
+
 @torch.no_grad()
 def _nudge(p: Tensor, draw: torch.Generator) -> None:
     """Move each number to the next larger or the next smaller one."""
@@ -304,95 +300,3 @@ def _nudge(p: Tensor, draw: torch.Generator) -> None:
     ends = torch.where(up, math.inf, -math.inf).to(real)
     with contextlib.suppress(NotImplementedError):  # for a dtype that has no such function
         real.copy_(torch.nextafter(real, ends))
-
-
-class _Outputs:
-    """Appends what is called from now on until `close` to a list, in the order of the ends."""
-
-    def __init__(self, root: LightningModule, module: str | None, found: list[Output]) -> None:
-        """Begin.
-
-        Args:
-            root: The module that is trained.
-            module: The module whose functions are followed, in its first call; None: follow the
-                outputs of all modules. "" is the step itself.
-            found: The list.
-        """
-        self._found, self._mode, self.is_open = found, _Functions(self._note), True
-        self._hooks: list[Any] = []
-        self._entered = self._done = False
-        for name, part in root.named_modules() if module is None else ():
-            if part is not root:
-                self._hooks.append(part.register_forward_hook(self._noting(name)))
-        if module == "":
-            self._enter()
-        elif module is not None:
-            part = root.get_submodule(module)
-            self._hooks += [
-                part.register_forward_pre_hook(lambda *_: self._enter()),
-                part.register_forward_hook(lambda *_: self._leave()),
-            ]
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._leave()
-        for hook in self._hooks:
-            hook.remove()
-
-    def _noting(self, name: str) -> Any:
-        def note(part: nn.Module, _: Any, output: Any) -> None:
-            kind = next(c for c in type(part).__mro__ if "fsdp" not in c.__module__).__name__
-            self._note(name, kind, output)
-
-        return note
-
-    def _note(self, name: str, kind: str, value: Any) -> None:
-        if self.is_open:
-            self._found.append(Output(name, kind, _whole_tensors(value)))
-
-    def _enter(self) -> None:
-        if not self._done:
-            self._mode.__enter__()
-            self._entered = self._done = True
-
-    def _leave(self) -> None:
-        if self._entered:
-            self._mode.__exit__(None, None, None)
-            self._entered = False
-
-
-class _Functions(TorchFunctionMode):
-    """Notes what each function gives that is called by the user's code, and not by others."""
-
-    def __init__(self, note: Callable[[str, str, Any], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # shards call functions that one process does not (tests/lab/test_check.py)
-        if _is_of_user(sys._getframe(1)) and _numbers(result):
-            self._note(name_of(func), "", result)
-        return result
-
-
-def _is_of_user(frame: FrameType | None) -> bool:
-    """Return whether a function is called by a module, and not by what shards its parameters."""
-    while frame is not None and _module_of(frame) in _CARRIERS:
-        frame = frame.f_back
-    return frame is not None and not _module_of(frame).startswith(_INFRASTRUCTURE)
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _whole_tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a value; all ranks must come here."""
-    whole = [gather(x.detach()).clone() for x in _numbers(value)]
-    return whole if dist.get_rank() == 0 else [x[:0] if x.ndim else x for x in whole]
-
-
-def _numbers(value: Any) -> list[Tensor]:
-    tensors = [x for x in leaves_of(value) if isinstance(x, Tensor)]
-    return [x for x in tensors if x.is_floating_point() or x.is_complex()]

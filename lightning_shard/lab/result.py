@@ -33,7 +33,7 @@ class StepCheck:
             Function, in words.
         differences: The relative difference of each value, the largest first: gradients and buffers
             of a training step, outputs and logged values of another.
-        loss: The loss of a training step in one process.
+        loss: The loss of a training step in one process; None if the step returned none.
         loss_difference: The relative difference of that loss on several ranks.
         tolerance: The largest difference that rounding explains.
         rounding: The largest difference in the module's own precision, where that left a doubt and
@@ -43,6 +43,7 @@ class StepCheck:
         tolerance_of_logged: The largest of these that rounding explains.
         apart: The relative difference of gradients and buffers of a training step between ranks
             that share each sample.
+        nan: The values of one process that are NaN, or have it in them.
         unsteady: The values that differ between two runs in one process, too, if any differ.
         culprit: The first place of a training step whose output differs, if the step does.
     """
@@ -53,13 +54,14 @@ class StepCheck:
     gathered: list[str] = field(default_factory=list[str])
     functions: dict[str, str] = field(default_factory=dict[str, str])
     differences: dict[str, float] = field(default_factory=dict[str, float])
-    loss: float = 0.0
+    loss: float | None = None
     loss_difference: float = 0.0
     tolerance: float = 0.0
     rounding: float = 0.0
     logged: dict[str, float] = field(default_factory=dict[str, float])
     tolerance_of_logged: float = 0.0
     apart: dict[str, float] = field(default_factory=dict[str, float])
+    nan: list[str] = field(default_factory=list[str])
     unsteady: frozenset[str] = frozenset()
     culprit: Culprit | None = None
 
@@ -117,7 +119,7 @@ class StepCheck:
         verdict = "equals" if self.is_exact else "DIFFERS FROM"
         lines = [f"One {self.name} on {ranks} {verdict} that of one process:"]
         kind = "parameters and buffers" if self.is_training else "outputs and logged values"
-        if self.is_training and not math.isnan(self.loss):  # a manual step need not return one
+        if self.loss is not None:
             difference = f"relative difference {self.loss_difference:.1e}"
             lines += [f"  loss       {self.loss:.6g}, {difference}"]
         named = "gradients" if self.is_training else "values"
@@ -132,6 +134,9 @@ class StepCheck:
                 f"  The ranks differ from each other by up to {self.apart[name]:.1e} ({name}), and "
                 "would go on with different numbers."
             ]
+        if self.nan:
+            others = f" and {more} more" if (more := len(self.nan) - 1) else ""
+            lines += [f"  NaN in one process, too: {self.nan[0]}{others}."]
         if left_out := self.not_compared:
             lines += [f"  Two runs in one process differ, too, in {', '.join(left_out)}."]
         if self.rounding:
@@ -172,13 +177,13 @@ class Check:
 
     Attributes:
         mesh: Data replicas, and the ranks along each split dim.
-        training: The result of the training step.
+        training: The result of the training step; None if the module has none.
         evaluation: The results of the validation, test and predict steps, by name.
         not_rehearsed: Reasons for which steps of the module were not rehearsed, by name.
     """
 
     mesh: Mesh
-    training: StepCheck
+    training: StepCheck | None
     evaluation: dict[str, StepCheck] = field(default_factory=dict[str, StepCheck])
     not_rehearsed: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -190,7 +195,8 @@ class Check:
     @property
     def steps(self) -> list[StepCheck]:
         """The results of all steps that were rehearsed."""
-        return [self.training, *self.evaluation.values()]
+        training = [] if self.training is None else [self.training]
+        return [*training, *self.evaluation.values()]
 
     @property
     def refused(self) -> str:
@@ -203,9 +209,14 @@ class Check:
         return list(dict.fromkeys(name for step in self.steps for name in step.gathered))
 
     @property
+    def split(self) -> SplitSummary:
+        """The entries of the batch that were split; of training, if the module trains."""
+        return self.steps[0].split if self.steps else SplitSummary()
+
+    @property
     def is_split(self) -> bool:
-        """True if any entry of the training batch was split."""
-        return bool(self.training.split.split)
+        """True if any of these entries was."""
+        return bool(self.split.split)
 
     @property
     def is_exact(self) -> bool:
@@ -222,9 +233,9 @@ class Check:
         if self.mesh[0] > 1:
             ranks = f"{self.mesh[0]} data replicas of {ranks}"
         count = math.prod(self.domain)
-        lines = [str(self.training.split)] if self.is_split or not self.refused else []
-        if not self.is_split and not self.refused:
-            lines += [f"NOTHING WAS TRIED SPLIT: {self.training.split.advice(count)}"]
+        lines = [str(self.split)] if self.is_split or (self.steps and not self.refused) else []
+        if not self.is_split and not self.refused and self.steps:
+            lines += [f"NOTHING WAS TRIED SPLIT: {self.split.advice(count)}"]
         for step in self.steps:
             if step.gathered:
                 lines += [

@@ -72,6 +72,19 @@ def test_check_of_a_module_that_does_not_run(capfd):
     assert "svdvals" in out
 
 
+@pytest.mark.parametrize("command", ["check", "certify"])
+def test_ranks_hold_what_the_mode_of_the_strategy_says(command):
+    """What its other options do to the numbers is rounding."""
+    own = ["--trainer.strategy.sharding.mode=full", "--trainer.strategy.sharding.cpu_offload=true"]
+    with (
+        mock.patch(f"lightning_shard.cli.lab_commands.{command}") as tried,
+        mock.patch("builtins.print"),
+    ):
+        tried.return_value.save.return_value = "page"
+        main([command, *files("tfno_darcy domain_2"), *SMALL, *SMALL_NETWORK, *own])
+    assert tried.call_args.kwargs["sharding"] == "full"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
