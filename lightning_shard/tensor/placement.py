@@ -1,7 +1,5 @@
 """Splits a tensor over a domain mesh, and puts it together again."""
 
-import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +13,7 @@ from lightning_shard.domain.strides import Strides, of_copy, of_whole
 from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
 from lightning_shard.tensor.autograd_function import install_functions
+from lightning_shard.tensor.held_alike import are_alike, device_of, first_different
 from lightning_shard.tensor.local_mesh import LocalField, LocalMesh
 from lightning_shard.tensor.rows import Rows
 from lightning_shard.tensor.scripted import install_scripted
@@ -22,12 +21,18 @@ from lightning_shard.tensor.strangers import computes, dispatches
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.tensor.transforms import install_transforms
 
+_OTHERS = (
+    "the ranks {} share the tensor that is split, but hold different {}, whose rows make up no "
+    "field; read the same sample on all of them, and draw random numbers from the same seed. Parts "
+    "that each rank has read for itself become a field with lightning_shard.from_local."
+)
+
 
 def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int]) -> DomainTensor:
     """Split a tensor that every rank holds whole.
 
     Args:
-        tensor: The full tensor, equal on all ranks of `mesh`.
+        tensor: The full tensor, equal on all ranks of `mesh`, which compare some of its values.
         mesh: The domain mesh, of one or several axes; or tiles of this process.
         dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis. All
             axes may split the same one.
@@ -39,14 +44,19 @@ def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int
         `torch.tensor_split`.
 
     Raises:
-        ValueError: `dims` does not fit the mesh or the tensor.
+        ValueError: `dims` does not fit the mesh or the tensor; or the ranks hold different ones.
     """
     if isinstance(mesh, LocalMesh):
         return mesh.cut(tensor, dims)
     known = type(tensor) in (Tensor, Rows) or dispatches(type(tensor))
     plain = tensor if known else tensor.as_subclass(Tensor)
-    if not _are_alike([*plain.stride()], domain_of(mesh)):
+    domain, facts = domain_of(mesh), [*plain.shape, plain.dtype]
+    if not are_alike([*facts, *plain.stride()], domain):
+        if not are_alike(facts, domain):
+            raise ValueError(_OTHERS.format(domain.ranks, "shapes or dtypes"))
         tensor = tensor.clone(memory_format=torch.contiguous_format)
+    if first_different([plain], domain) is not None:
+        raise ValueError(_OTHERS.format(domain.ranks, "values"))
     return shard_alike(tensor, mesh, dims)
 
 
@@ -134,26 +144,13 @@ def _agreed(local: Tensor, layout: Layout, domain: Domain) -> Subdomain:
     if not local.is_contiguous():
         strides = of_whole(layout.local_shape, local.stride(), layout)
     own = [*(strides or [-1] * layout.ndim)]
-    if not _are_alike([*own, int(local.requires_grad)], domain):
-        if not _are_alike(own, domain):
+    if not are_alike([*own, int(local.requires_grad)], domain):
+        if not are_alike(own, domain):
             local, strides = local.contiguous(), layout.strides
-        some_graph = domain.any_says(lambda: local.requires_grad, _device_of(domain))
+        some_graph = domain.any_says(lambda: local.requires_grad, device_of(domain))
         if some_graph and not local.requires_grad:
             local = local.detach().requires_grad_()
     return Subdomain(local, layout, domain, None, strides)
-
-
-def _are_alike(numbers: list[int], domain: Domain) -> bool:
-    """Return whether these numbers are the same on all ranks, which all call."""
-    if math.prod(domain.grid.sizes) == 1:
-        return True
-    mark = zlib.crc32(repr(numbers).encode())  # it has the same size on all ranks
-    told = domain.gathered(torch.tensor(mark, device=_device_of(domain)))
-    return bool((told == told[0]).all())
-
-
-def _device_of(domain: Domain) -> torch.device:
-    return torch.device(domain.mesh.device_type)
 
 
 def _install() -> None:
