@@ -34,9 +34,9 @@ from lightning_shard.lab.differences import (
     NARROW,
     Value,
     difference,
+    difference_of_all,
     differences,
     norm_of_all,
-    relative,
     tolerance_of,
 )
 from lightning_shard.lab.record import Inspection, Record, record
@@ -140,7 +140,7 @@ def certify(
 
     Raises:
         ValueError: `steps` is smaller than 1, a mesh has no domain, or its replicas cannot share a
-            batch equally.
+            batch equally. Or the loss of one process is NaN.
         TypeError: An argument is neither one of this function nor one of the Trainer.
         torch.multiprocessing.ProcessRaisedException: The module does not train in one process.
     """
@@ -343,6 +343,9 @@ def _certify_in(found: Certificate, task: Task, meshes: Sequence[Mesh], precisio
             raise
         found.not_run[precision] = _last_line(error)
         return
+    if alone.has_loss and any(map(math.isnan, alone.losses)):
+        step = [*map(math.isnan, alone.losses)].index(True)
+        raise ValueError(f"the loss of step {step} in one process is NaN in {precision}.")
     nudged = _differences_by_step(record(task, nudged=True), alone)
     worst = [max(pair) for pair in zip(*nudged, strict=True)]
     tolerance = tolerance_of(alone.weights[0])
@@ -372,11 +375,9 @@ def _differences_by_step(run: Record, alone: Record) -> tuple[list[float], list[
     losses = [
         difference(one, other, 0.0) for one, other in zip(run.losses, alone.losses, strict=True)
     ]
-    weights: list[float] = []
-    for one, other in zip(run.weights, alone.weights, strict=True):
-        names = [n for n, v in other.items() if v.is_floating_point() or v.is_complex()]
-        gap = norm_of_all([one[name] - other[name] for name in names])
-        weights.append(relative(gap, norm_of_all([other[name] for name in names])))
+    weights = [
+        difference_of_all(one, other) for one, other in zip(run.weights, alone.weights, strict=True)
+    ]
     return losses, weights
 
 

@@ -53,10 +53,14 @@ def difference(found: Value, expected: Value, floor: float) -> float:
     found, expected = torch.as_tensor(found), torch.as_tensor(expected)
     if found.shape != expected.shape:
         return torch.inf
-    alike = (found.isnan() & expected.isnan()) | (found == expected)  # also infinities
-    gap = torch.where(alike, 0, found - expected) if found.dtype != torch.bool else ~alike
     scale = torch.where(expected.isnan(), 0, expected) if expected.dtype != torch.bool else expected
-    return norm(gap) / max(norm(scale), floor, 1e-30)
+    return norm(gap_of(found, expected)) / max(norm(scale), floor, 1e-30)
+
+
+def gap_of(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the difference of two tensors; 0 where both are NaN, or the same infinity."""
+    same = (found.isnan() & expected.isnan()) | (found == expected)
+    return torch.where(same, 0, found - expected) if found.dtype != torch.bool else ~same
 
 
 def alike(one: float, other: float) -> bool:
@@ -67,6 +71,14 @@ def alike(one: float, other: float) -> bool:
 def relative(gap: float, size: float) -> float:
     """Return a gap as a share of a size; a gap that is no number is endless."""
     return gap / max(size, 1e-30) if gap == gap else torch.inf
+
+
+def difference_of_all(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the relative difference of all real or complex values together."""
+    names = [n for n, v in expected.items() if v.is_floating_point() or v.is_complex()]
+    gap = norm_of_all([gap_of(found[name], expected[name]) for name in names])
+    finite = [torch.where(expected[name].isfinite(), expected[name], 0) for name in names]
+    return relative(gap, norm_of_all(finite))
 
 
 def norm(x: Tensor) -> float:

@@ -194,3 +194,25 @@ def test_what_cannot_be_certified_is_said():
 def test_processes_are_certified_too():
     found = certify(Net(), batches(), [(2, 2)], steps=2)
     assert found.is_equal, str(found)
+
+
+class Masked(Net):
+    """Has a mask in its state, as attention has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+
+def test_a_state_with_infinities_is_compared():
+    """They are no reason to call any difference rounding."""
+    found = certify(Masked(), batches(), [(1, 2)], steps=1, simulated=True)
+    assert found.is_equal, str(found)
+    assert all(each.bounds[0] < 1e-3 for each in found.comparisons)
+
+
+def test_a_loss_that_is_nan_is_not_certified():
+    """The weights behind it are NaN on any mesh."""
+    net = Net(last=nn.Threshold(torch.inf, torch.nan))
+    with pytest.raises(ValueError, match="the loss of step 0 in one process is NaN in 64-true"):
+        certify(net, batches(), [(1, 2)], steps=2, simulated=True)
