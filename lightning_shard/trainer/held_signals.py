@@ -35,6 +35,7 @@ HELD: dict[int, str] = {
     SIGTERM: "[rank {rank}] SIGTERM: the training ends before the next batch, and saves, if that "
     "takes less than {seconds:g} s.\n",
 }
+AT_ONCE = "[rank {rank}] SIGTERM: {stage} ends at once, and begins anew when it is run again.\n"
 
 
 def limit_s() -> float:
@@ -91,6 +92,7 @@ class HeldSignals:
         self.limit: Guard | None = None
         self._limit_s, self._asked_at = limit_s(), 0.0
         trains = trainer.state.fn == TrainerFn.FITTING
+        self._stage = "" if trains or trainer.state.fn is None else trainer.state.fn.value
         numbers = {SIGTERM, SIGINT if trains else SIGTERM, self.requeue or SIGTERM}
         self._before = {number: signal.getsignal(number) for number in numbers}
         self.take()
@@ -161,6 +163,8 @@ class HeldSignals:
     def _end_at_once(self, number: int, frame: Any) -> NoReturn:
         if number == SIGINT:
             signal.default_int_handler(number, frame)
+        if self._stage:  # a training says what it saves
+            os.write(2, AT_ONCE.format(rank=self._rank, stage=self._stage).encode())
         self._peers.end_all_at_once()
         raise SIGTERMException(SIGTERM_CODE)
 

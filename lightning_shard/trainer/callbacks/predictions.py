@@ -251,8 +251,12 @@ class PredictionWriter(BasePredictionWriter):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Remove what was written of predictions that are not whole."""
+        """Remove what was written of predictions that are not whole, and say so."""
         if trainer.predicting and self._sink is not None:
+            path = self._sink.path
+            rank_zero_info(
+                f"No predictions are kept in {path}, since not all were made: run again."
+            )
             with suppress(OSError):  # another rank may be writing, or removing
                 if trainer.is_global_zero:
                     self._sink.abandon()
