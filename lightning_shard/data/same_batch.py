@@ -42,12 +42,12 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
 
 
 def compare_some_values(batch: Any, mesh: DeviceMesh) -> None:
-    """Compare what ranks have read, by shapes and some values. All of the domain must call this.
+    """Compare what ranks have read, by shapes and some values. All ranks of the domain call this.
 
-    It costs about as much for any size, so that each batch can be compared.
+    The comparison costs about as much for any size, so each batch can have one.
 
     Raises:
-        ValueError: As `check_same_batch` raises it.
+        ValueError: The ranks have read different batches.
     """
     leaves, domain = _read(batch), domain_of(mesh)
     facts = [(name, _kind_of(x), _steps_of(x)) for name, x in leaves.items()]

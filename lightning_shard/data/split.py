@@ -23,12 +23,12 @@ ShardDims = Dims | Mapping[str, Dims | None] | None
 def shard_batch(batch: Any, mesh: DeviceMesh | LocalMesh, shard_dims: ShardDims = None) -> Any:
     """Split a batch as `split_batch`, once the ranks have compared what they have read.
 
-    All ranks of the domain must call this for as many batches: the others wait for one that has
-    none left, until it ends or their process group's timeout is over.
+    All ranks of the domain call this for the same number of batches. Where one rank has none left,
+    the others wait until it ends, or until the timeout of their process group.
 
     Raises:
-        ValueError: As by `split_batch`; or the ranks have read different batches, by shapes, dtypes
-            and some of the values.
+        ValueError: The ranks have read different batches, by shapes, dtypes and some of the values;
+            or `split_batch` refuses the dims.
     """
     if not isinstance(mesh, LocalMesh):
         compare_some_values(batch, mesh)

@@ -223,7 +223,7 @@ class _Body:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # about addresses of tensors without memory
             if "torch._dynamo" in sys.modules:  # its import takes seconds
-                # what the module compiles is counted as it is written
+                # each part that is compiled is counted as it is written
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(replaced(offload, "MOVER", Counted(self._ledger)))
             stack.enter_context(replaced(offload, "free_bytes", lambda _: self._ledger.free))

@@ -30,11 +30,14 @@ def are_alike(facts: Sequence[object], domain: Domain) -> bool:
 
 
 def first_different(tensors: Sequence[Tensor], domain: Domain) -> int | None:
-    """Return the first of these tensors whose values differ between ranks, which all call.
+    """Return the number of the first tensor whose values differ. All ranks call this.
 
     Args:
-        tensors: As many on each rank, of the same shapes and dtypes.
+        tensors: The tensors, of the same shapes and dtypes on each rank.
         domain: The ranks.
+
+    Returns:
+        The number; None if all have the same values.
     """
     if math.prod(domain.grid.sizes) == 1 or not tensors:
         return None
