@@ -33,6 +33,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int
 
     Args:
         tensor: The full tensor, equal on all ranks of `mesh`, which compare some of its values.
+            For values that come later give zeros: `torch.empty` differs between ranks.
         mesh: The domain mesh, of one or several axes; or tiles of this process.
         dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis. All
             axes may split the same one.

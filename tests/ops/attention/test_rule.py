@@ -428,7 +428,7 @@ def test_choice_where_both_send_the_same(rows, causal, expected):
 
 def chosen(shapes, split, ranks, causal=False):
     operands = [
-        lightning_shard.shard(torch.empty(shape), mesh_of(ranks), 2).subdomain
+        lightning_shard.shard(torch.zeros(shape), mesh_of(ranks), 2).subdomain
         if i in split
         else torch.empty(shape)
         for i, shape in enumerate(shapes)
