@@ -12,9 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import named_leaves
-from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.processes.torch_private.internals import FakeTensor
-from lightning_shard.tensor.held_alike import are_alike, first_different
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -25,58 +23,29 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
         ValueError: They have read different samples, whose parts make up no field. Or the samples
             lie otherwise in memory.
     """
-    leaves = _read(batch)
+    leaves = {
+        "".join(f"[{key!r}]" for key in path): x
+        for path, x in named_leaves(batch)
+        if isinstance(x, Tensor | LocalPart)
+    }
     read = {(name, "samples"): identity_of(x) for name, x in leaves.items()}
     read |= {(name, "memory"): _steps_of(x) for name, x in leaves.items()}
     found = first_difference(read, mesh)
     if found is None:
         return
     ranks, (name, what) = found
-    if what == "samples":
-        raise _others(ranks, name)
+    entry = f"entry {name}" if name else "the tensor itself"
+    if what == "memory":
+        raise ValueError(
+            f"the ranks {ranks} share each sample, but what they read lies otherwise in memory "
+            f"({entry}): a view on one rank would be a copy on another. Return x.contiguous() from "
+            "the dataset or the collate function, on all ranks alike."
+        )
     raise ValueError(
-        f"the ranks {ranks} share each sample, but what they read lies otherwise in memory "
-        f"({_entry(name)}): a view on one rank would be a copy on another. Return x.contiguous() "
-        "from the dataset or the collate function, on all ranks alike."
-    )
-
-
-def compare_some_values(batch: Any, mesh: DeviceMesh) -> None:
-    """Compare what ranks have read, by shapes and some values. All ranks of the domain call this.
-
-    The comparison costs about as much for any size, so each batch can have one.
-
-    Raises:
-        ValueError: The ranks have read different batches.
-    """
-    leaves, domain = _read(batch), domain_of(mesh)
-    facts = [(name, _kind_of(x), _steps_of(x)) for name, x in leaves.items()]
-    if not are_alike(facts, domain):
-        check_same_batch(batch, mesh)  # it names the entry
-    tensors = {name: x for name, x in leaves.items() if isinstance(x, Tensor)}
-    place = first_different([*tensors.values()], domain)
-    if place is not None:
-        raise _others(domain.ranks, [*tensors][place])
-
-
-def _read(batch: Any) -> dict[str, Tensor | LocalPart]:
-    return {
-        "".join(f"[{key!r}]" for key in path): x
-        for path, x in named_leaves(batch)
-        if isinstance(x, Tensor | LocalPart)
-    }
-
-
-def _others(ranks: list[int], name: str) -> ValueError:
-    return ValueError(
-        f"the ranks {ranks} share each sample, but read different batches ({_entry(name)}); "
+        f"the ranks {ranks} share each sample, but read different batches ({entry}); "
         "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
         "which replica reads what) and draw augmentations from the same seed."
     )
-
-
-def _entry(name: str) -> str:
-    return f"entry {name}" if name else "the tensor itself"
 
 
 def first_difference(values: Mapping[Any, Any], mesh: DeviceMesh) -> tuple[list[int], Any] | None:
@@ -104,12 +73,6 @@ def identity_of(x: Tensor | LocalPart) -> tuple[Any, ...]:
     if x.is_nested:
         return (str(x.dtype), *(identity_of(each) for each in x.unbind()))
     return (tuple(x.shape), str(x.dtype), zlib.crc32(_bytes_of(x.detach().cpu())))
-
-
-def _kind_of(x: Tensor | LocalPart) -> tuple[Any, ...]:
-    """Return the part of the identity that needs no values, of a tensor whose rows are read."""
-    is_dense = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
-    return (tuple(x.shape), str(x.dtype)) if is_dense else identity_of(x)
 
 
 def _steps_of(x: Tensor | LocalPart) -> list[int] | None:

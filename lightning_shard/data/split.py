@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.data.file_field import FileField
 from lightning_shard.data.local import LocalPart
-from lightning_shard.data.same_batch import compare_some_values
 from lightning_shard.data.tree import entries_of, is_graph, leaves_of, map_leaves, with_entries
 from lightning_shard.tensor.local_mesh import LocalMesh
 from lightning_shard.tensor.placement import is_field, shard, shard_alike
@@ -21,21 +20,6 @@ ShardDims = Dims | Mapping[str, Dims | None] | None
 
 
 def shard_batch(batch: Any, mesh: DeviceMesh | LocalMesh, shard_dims: ShardDims = None) -> Any:
-    """Split a batch as `split_batch`, once the ranks have compared what they have read.
-
-    All ranks of the domain call this for the same number of batches. Where one rank has none left,
-    the others wait until it ends, or until the timeout of their process group.
-
-    Raises:
-        ValueError: The ranks have read different batches, by shapes, dtypes and some of the values;
-            or `split_batch` refuses the dims.
-    """
-    if not isinstance(mesh, LocalMesh):
-        compare_some_values(batch, mesh)
-    return split_batch(batch, mesh, shard_dims)
-
-
-def split_batch(batch: Any, mesh: DeviceMesh | LocalMesh, shard_dims: ShardDims = None) -> Any:
     """Split the fields of `batch` over the domain mesh; all else stays whole on every rank.
 
     Args:
@@ -133,7 +117,7 @@ class _Splitter:
 
     Attributes:
         mesh: The domain mesh.
-        shard_dims: See `split_batch`.
+        shard_dims: See `shard_batch`.
         fields: The fields that are split, whose maps are split with them.
     """
 

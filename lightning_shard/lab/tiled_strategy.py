@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from lightning_shard.data.split import split_batch
+from lightning_shard.data.split import shard_batch
 from lightning_shard.data.tree import map_leaves
 from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
@@ -163,7 +163,7 @@ class TiledStrategy(HybridShardStrategy):
         sees = any(is_overridden(name, owner) for name in _AFTER_TRANSFER for owner in owners)
         first = self.root_device if sees else torch.device("cpu")
         whole = ParallelStrategy.batch_to_device(self, batch, first, dataloader_idx)
-        batch = split_batch(whole, self._grid, self.shard_dims)
+        batch = shard_batch(whole, self._grid, self.shard_dims)
         self.announced.say(split_summary(batch), trainer.state.fn, self._grid.count)
         return map_leaves(lambda leaf: to_device(leaf, self.root_device), batch)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.data.same_batch import first_difference, identity_of
-from lightning_shard.data.split import ShardDims, split_batch
+from lightning_shard.data.split import ShardDims, shard_batch
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.agreement import DisagreementError
@@ -172,7 +172,7 @@ def _split(
         )
     if isinstance(shard_dims, Mapping):
         shard_dims = {key: dims for key, dims in shard_dims.items() if key in given}
-    split = split_batch(given, mesh, shard_dims)
+    split = shard_batch(given, mesh, shard_dims)
     if not any(is_field(x) for value in split.values() for x in _leaves(value)):
         raise ValueError(
             f"no tensor in the call of {name} was split, so each rank would compute the whole; of "

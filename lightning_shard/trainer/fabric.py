@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_shard.checkpoint.state import full, load_optimizer_state
 from lightning_shard.checkpoint.weights import load_module_state
 from lightning_shard.data.same_batch import check_same_batch
-from lightning_shard.data.split import split_batch
+from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.fsdp.same_blocks import members_come_to
@@ -299,7 +299,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         if first:
             check_same_batch(batch, self.domain_mesh)
         batch = move_data_to_device(batch, self.root_device)
-        batch = split_batch(batch, self.domain_mesh, self.shard_dims)
+        batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
         if first:
             self.announced.say(split_summary(batch), None, self.domain_size)
         self._count_metrics()

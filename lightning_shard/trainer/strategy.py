@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.data.same_batch import check_same_batch
-from lightning_shard.data.split import split_batch
+from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.plain_gradients import leave_plain_gradients
@@ -328,7 +328,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         if read != self._last_checked:  # the first batch of each epoch
             check_same_batch(batch, self.domain_mesh)
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        batch = split_batch(batch, self.domain_mesh, self.shard_dims)
+        batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
         if read != self._last_checked:
             self._last_checked = read
             self.announced.say(split_summary(batch), trainer.state.fn, self.domain_size)

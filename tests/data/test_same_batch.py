@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from lightning_shard import gather, shard
 from lightning_shard.data.same_batch import check_same_batch
-from lightning_shard.data.split import shard_batch
 from tests.parity import mesh_of
 
 FIELD = torch.randn(2, 3, 7, 4, generator=torch.Generator().manual_seed(1))
@@ -19,29 +18,6 @@ def test_batches_that_lie_otherwise_on_one_rank():
     with pytest.raises(ValueError, match=r"lies otherwise in memory \(entry \['x'\]\)"):
         check_same_batch(batch, mesh_of(3))
     check_same_batch({"x": batch["x"].contiguous()}, mesh_of(3))
-
-
-OTHERS = {  # what rank 1 has read instead
-    "values": ({"x": FIELD + 1}, "x"),
-    "one part": ({"x": torch.cat([FIELD[:1], FIELD[:1]])}, "x"),
-    "no numbers": ({"x": FIELD * torch.nan}, "x"),
-    "shape": ({"x": FIELD[:, :, :6]}, "x"),
-    "dtype": ({"x": FIELD.double()}, "x"),
-    "key": ({"z": FIELD}, "x"),
-    "more keys": ({"x": FIELD, "y": FIELD}, "y"),
-    "order in memory": ({"x": FIELD.to(memory_format=torch.channels_last)}, "x"),
-}
-
-
-@pytest.mark.spmd(3)
-@pytest.mark.parametrize("other", OTHERS)
-def test_each_batch_of_a_loop_without_a_trainer_is_compared(other):
-    """The parts would make up a field of which no sample has been read."""
-    batch, named = OTHERS[other] if dist.get_rank() == 1 else ({"x": FIELD}, OTHERS[other][1])
-    for _ in range(2):  # not only the first one
-        with pytest.raises(ValueError, match=rf"the ranks \[0, 1, 2\] share .*\['{named}'\]"):
-            shard_batch(batch, mesh_of(3))
-    assert gather(shard_batch({"x": FIELD}, mesh_of(3))["x"]).equal(FIELD)
 
 
 @pytest.mark.spmd(3)
