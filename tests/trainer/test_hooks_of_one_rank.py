@@ -70,7 +70,7 @@ WORDS = {
     ("kind", "domain", "processes"),
     [
         ("split", (2,), 2),
-        ("parameter", (1,), 2),
+        slow("parameter", (1,), 2),
         ("frozen", (2,), 2),
         slow("plain", (2,), 2),
         slow("accumulated", (2,), 2),
