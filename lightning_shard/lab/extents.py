@@ -61,6 +61,6 @@ def refuse_empty_parts(mesh: Sequence[int], extents: Sequence[int], parts: str) 
     for count, extent in zip(mesh[1:], extents, strict=False):
         if count > extent:
             raise ValueError(
-                f"{count} {parts} cannot share a dim of {extent} rows, since some would have none "
-                f"of it; take {extent} {parts} or fewer along this dim."
+                f"{count} {parts} cannot share a dim of {extent} row{'s' * (extent > 1)}, since "
+                f"some would have none of it; take at most {extent} along this dim."
             )
