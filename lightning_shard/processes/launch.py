@@ -97,16 +97,12 @@ def launch(
                 "anything uses a device or compiles, or import the function from a file."
             )
     with tempfile.TemporaryDirectory() as folder:
-        with (
-            store_of_ranks() as port,
-            streams(processes) as (shown, writers),
-            forking(processes) as here,
-        ):
-            forks = here if method == "fork" else None
-            task = _Task(processes, device_type, timeout_s, port, Path(folder), forks)
-            ranks = start_processes(
-                _run, (task, writers, function, args), processes, join=False, start_method=method
-            )
+        with store_of_ranks() as port, streams(processes) as (shown, writers):
+            with forking(processes) as here:
+                forks = here if method == "fork" else None
+                task = _Task(processes, device_type, timeout_s, port, Path(folder), forks)
+                given = task, writers, function, args
+                ranks = start_processes(_run, given, processes, join=False, start_method=method)
             assert ranks is not None
             try:
                 failure = _first_failure(ranks, task, shown)
