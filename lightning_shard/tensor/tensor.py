@@ -35,6 +35,7 @@ from lightning_shard.processes.torch_private.internals import (
     untraced,
     without_rules,
 )
+from lightning_shard.tensor.calls import counted_calls
 from lightning_shard.tensor.facts import FACTS
 from lightning_shard.tensor.gathering import (
     gather_allowed,
@@ -182,6 +183,8 @@ def _answer(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
     fact = FACTS.get(func)  # before rules, which need values: a shape is known without any
     if fact is not None:
         return fact(func, *args, **kwargs)
+    if (calls := counted_calls.get()) is not None:
+        calls[func] += 1
     try:
         return (_into_out if "out" in kwargs else _by_rule)(func, args, kwargs)
     except UnsupportedOperationError as error:

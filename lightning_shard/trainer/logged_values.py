@@ -17,13 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from typing_extensions import override
 
 from lightning_shard.fsdp.same_blocks import SameBlocks, order_of, same_blocks
 from lightning_shard.lightning import (
-    Callback,
     EarlyStopping,
-    LightningModule,
     ModelCheckpoint,
     Trainer,
     rank_zero_warn,
@@ -43,6 +40,7 @@ from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.rate_search import follow_search
 from lightning_shard.trainer.reduce import divide
 from lightning_shard.trainer.same_optimizers import digest_of_optimizers, refuse_other_optimizers
+from lightning_shard.trainer.same_steps import SameSteps, WhenRanksCompare
 from lightning_shard.trainer.same_weights import refuse_drifted_weights
 
 if TYPE_CHECKING:
@@ -65,13 +63,14 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor | None], Tensor]] = {
 class LoggedValues:
     """Reduces logged values together with their names, and compares monitored values."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, steps: SameSteps) -> None:
         """Begin without a Trainer.
 
         Args:
             peers: Tells whether an exception on some of the ranks forbids collectives.
+            steps: The steps, which are compared as epochs end.
         """
-        self._peers = peers
+        self._peers, self._steps = peers, steps
         self._name: str | None = None  # names the value that Lightning reduces now
         self._samples: int | None = None  # samples of that value, if it is one of a step
         self.joined: PartialStep | None = None  # a step for which some ranks have no batch
@@ -96,7 +95,7 @@ class LoggedValues:
             same_blocks(self._world)
         follow_reductions(trainer, self._reducing)
         follow_batches(trainer, self._go_on)
-        add_once(trainer, _EndsOfEpochs(self._compare_end), first=True)
+        add_once(trainer, WhenRanksCompare(self._compare_end, self._compare_steps), first=True)
         for callback in callbacks_of(trainer):
             kind = type(callback).__name__
             if isinstance(callback, ModelCheckpoint):
@@ -254,7 +253,7 @@ class LoggedValues:
             raise DisagreementError(_other_names(names, dist.get_process_group_ranks(group)))
 
     def _compare_end(self, trainer: Trainer) -> None:
-        """Compare the values that are still to be reduced, options of optimizers, and weights."""
+        """Compare what is still to be reduced, options of optimizers, steps, and weights."""
         if self._is_possible():
             names = "\n".join([_END, *not_reduced(trainer)])
             digest = digest_of_optimizers(trainer.optimizers)
@@ -264,8 +263,14 @@ class LoggedValues:
             for name, unread, group in self._unread:
                 self._refuse_other_names(name, unread, group)
             self._unread.clear()
+            self._compare_steps()
             module = trainer.lightning_module
             refuse_drifted_weights(module, self._device, self._replicas, self._world)
+
+    def _compare_steps(self) -> None:
+        if self._is_possible():
+            with self.exchanges("compares its steps"):
+                self._steps.compare(self._device, self._replicas, self._world)
 
     def _is_possible(self) -> bool:
         several = dist.is_initialized() and dist.get_world_size(self._world) > 1
@@ -333,33 +338,6 @@ class LoggedValues:
             if (value is None) is not (seen[0] is None):
                 return 0, rank
         return None
-
-
-class _EndsOfEpochs(Callback):
-    """Compares as epochs end, before other callbacks read what was logged."""
-
-    def __init__(self, compare: Callable[[Trainer], None]) -> None:
-        self._compare = compare
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._compare(trainer)
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._compare(trainer)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._compare(trainer)
-
-    @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._compare(trainer)
-
-    @override
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._compare(trainer)
 
 
 def _other_names(names: list[str], ranks: list[int]) -> str:

@@ -23,6 +23,7 @@ from lightning_shard.processes.mesh import domain_mesh
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer.host import callbacks_of
 from lightning_shard.trainer.manual_backward import ManualBackward
+from lightning_shard.trainer.same_steps import SameSteps
 
 
 def use_no_grad(trainer: Trainer) -> None:
@@ -53,6 +54,7 @@ class Steps:
 
     Attributes:
         plain: The mean of gradients of whole parameters; None where all are sharded.
+        same: Compares what the ranks of a domain compute in their steps.
     """
 
     def __init__(self) -> None:
@@ -62,6 +64,7 @@ class Steps:
         self._whole_until_backward = False
         self._manual: ManualBackward | None = None
         self._mesh: DeviceMesh | None = None
+        self.same = SameSteps()
 
     def prepare(self, module: LightningModule, options: ShardingOptions, mesh: DeviceMesh) -> None:
         """Begin a stage with a module that `parallelize` has prepared.
@@ -75,6 +78,7 @@ class Steps:
         self._whole_until_backward = options.mode == "gradients"
         self._mesh = mesh if options.mode == "none" and mesh.size() > 1 else None
         self._manual = None
+        self.same.begin(shared=domain_mesh(mesh) is not None)
 
     def follow(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Prepare what steps the optimizers, once they hold the module's parameters."""
@@ -104,18 +108,19 @@ class Steps:
         gradients as it has left them.
         """
         if self._mesh is None:
-            yield
+            with self.same.one_step():
+                yield
             if self._manual is not None:
                 self._manual.end_step()
             return
         gradients = whole_gradients(domain_mesh(self._mesh), comes_to=members_come_to)
-        with replica_world(self._mesh), gradients:
+        with replica_world(self._mesh), gradients, self.same.one_step():
             yield
 
     @contextmanager
     def backward_of(self, loss: Tensor) -> Generator[Tensor]:
         """Yield the tensor from which the backward pass of `loss` must start."""
-        with ExitStack() as around:
+        with self.same.one_backward(loss), ExitStack() as around:
             for each in (self.plain, self._shards):  # shards are compared first
                 if each is not None:
                     around.enter_context(each.one_backward())

@@ -85,7 +85,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
     @override
     def _complete(self) -> None:
         """Make the parts that follow the loops of a Trainer."""
-        self.logged = LoggedValues(self.peers)
+        self.logged = LoggedValues(self.peers, self.steps.same)
         self.samples = SampleOrder()
         self.evaluation = UnevenEvaluation(self.logged, self.steps)
         self.num_nodes = 1

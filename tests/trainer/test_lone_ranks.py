@@ -1,6 +1,7 @@
 """A rank that communicates alone in a hook ends in seconds, with a sentence."""
 
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.multiprocessing import ProcessRaisedException
 
-from lightning_shard import launch
+from lightning_shard import launch, shard
+from lightning_shard.trainer.same_steps import SameSteps
+from tests.parity import mesh_of
 from tests.trainer.featured import Featured, fit_sharded
 from tests.trainer.test_programs import Pictures
 
@@ -181,3 +184,72 @@ def test_what_one_rank_changes_in_its_steps_is_refused(what, domain):
     callback, words = CHANGES[what]
     with pytest.raises(ValueError, match=words):
         fit_sharded(Named(), domain, callbacks=[callback()], max_epochs=3)
+
+
+RANK_0_ALONE = {
+    "field": r"ranks have computed different steps: rank 0 has called Tensor\.mul on split "
+    r"tensors \d+ times, and rank 1 \d+ times",
+    "loss": r"losses of these steps differ: they add up to \S+ on rank 0 and to \S+ on rank 1",
+}
+
+
+class ComputesAlone(Featured):
+    """The first process doubles the field or the loss of its steps."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def loss(self, batch):
+        doubled = self.what if self.global_rank == 0 else None
+        y = self(batch["x"])
+        loss = ((y * 2 if doubled == "field" else y) - batch["y"]).square().mean()
+        return loss * 2 if doubled == "loss" else loss
+
+
+class InTurns(ComputesAlone):
+    """With steps of its own."""
+
+    def __init__(self, what):
+        super().__init__(what)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("kind", "sharding"), [(ComputesAlone, "none"), (ComputesAlone, "full"), (InTurns, "none")]
+)
+@pytest.mark.parametrize("what", RANK_0_ALONE)
+def test_what_one_rank_of_a_domain_computes_alone_is_refused(what, kind, sharding):
+    """Else the mean of both gradients would train a network that nobody wrote."""
+    with pytest.raises(ValueError, match=RANK_0_ALONE[what]):
+        fit_sharded(kind(what), (2,), strategy={"sharding": sharding}, limit_val_batches=0)
+
+
+@pytest.mark.spmd(2)
+def test_replicas_may_compute_other_things_in_their_steps():
+    """Their samples differ, and so may what a step makes of them."""
+    fit_sharded(ComputesAlone("field"), (1,), limit_val_batches=0)
+
+
+@pytest.mark.spmd(2)
+def test_a_step_that_an_exception_has_ended_is_not_compared():
+    """The ranks of a run that is interrupted have come to different places of a step."""
+    same, rank = SameSteps(), dist.get_rank()
+    field = shard(torch.ones(4, 3), mesh_of(2), 0)
+    same.begin(shared=True)
+    with suppress(KeyboardInterrupt), same.one_step():
+        if rank == 0:
+            raise KeyboardInterrupt
+        field.relu()
+    same.begin(shared=True)
+    same.compare(torch.device("cpu"), [0, 0], dist.group.WORLD)
+    with same.one_step():
+        field.relu() if rank else field.abs()
+    with pytest.raises(ValueError, match=r"Tensor\.abs on split tensors 1 times, and rank 1 0"):
+        same.compare(torch.device("cpu"), [0, 0], dist.group.WORLD)

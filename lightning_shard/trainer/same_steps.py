@@ -1,0 +1,186 @@
+"""Finds steps in which ranks of one domain compute different things.
+
+Ranks that share samples run the same program, each on its rows. A step that one rank alone scales,
+or whose loss it changes, still has one mean gradient: all ranks train the same, wrong network.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard.lightning import Callback, LightningModule, Trainer
+from lightning_shard.ops.registry import name_of
+from lightning_shard.processes.agreement import DisagreementError
+from lightning_shard.processes.failures.failure_watch import is_of_processes
+from lightning_shard.tensor.calls import counted_calls
+from lightning_shard.tensor.tensor import DomainTensor
+
+_RELATIVE = 1e-4  # kernels of the ranks may round otherwise
+_ONLY_LOOK = {Tensor.register_hook, Tensor.retain_grad}  # one rank alone may do so
+
+
+class SameSteps:
+    """Remembers what the steps of this rank have computed since they were last compared."""
+
+    def __init__(self) -> None:
+        """Begin without ranks that share samples."""
+        self._calls = Counter[Any]()
+        self._losses: Tensor | None = None
+        self._is_shared = False
+
+    def begin(self, *, shared: bool) -> None:
+        """Begin a stage; steps that an exception ended before are forgotten.
+
+        Args:
+            shared: True if ranks share samples, and are compared.
+        """
+        self._calls.clear()
+        self._losses, self._is_shared = None, shared and is_of_processes()
+
+    @contextmanager
+    def one_step(self) -> Generator[None]:
+        """Count the functions that are called with split tensors inside."""
+        token = counted_calls.set(self._calls if self._is_shared else None)
+        try:
+            yield
+        finally:
+            counted_calls.reset(token)
+
+    @contextmanager
+    def one_backward(self, loss: Tensor) -> Generator[None]:
+        """Add a loss, of which gradients are computed inside; there nothing is counted.
+
+        What is computed again then goes by the memory of the rank.
+        """
+        if self._is_shared and loss.numel() == 1 and not isinstance(loss, DomainTensor):
+            size = loss.detach().abs().float().reshape(())
+            self._losses = size if self._losses is None else self._losses + size
+        token = counted_calls.set(None)
+        try:
+            yield
+        finally:
+            counted_calls.reset(token)
+
+    def compare(self, device: torch.device, replicas: Sequence[int], group: Any) -> None:
+        """Compare the steps since the last call; all ranks must call this.
+
+        Args:
+            device: The device of this rank's collectives.
+            replicas: The data replica of each rank.
+            group: All ranks.
+
+        Raises:
+            DisagreementError: Ranks that share samples have called other functions, or have other
+                losses; all ranks raise.
+        """
+        if not self._is_shared:
+            return
+        losses, self._losses = self._losses, None
+        names = Counter[str]()
+        for function, count in self._calls.items():
+            if function not in _ONLY_LOOK:
+                names[name_of(function)] += count
+        self._calls.clear()
+        own = torch.zeros(2, device=device)
+        if losses is not None:
+            own[0] = losses
+        own[1] = zlib.crc32(repr(sorted(names.items())).encode()) >> 8  # a float32 holds 24 bits
+        gathered = own.new_empty(2 * len(replicas))
+        dist.all_gather_into_tensor(gathered, own, group)
+        found = gathered.view(-1, 2).cpu()
+        wanted = found[[replicas.index(replica) for replica in replicas]]
+        differs = ~torch.isclose(found, wanted, rtol=_RELATIVE, atol=0.0, equal_nan=True)
+        differs[:, 1] = found[:, 1] != wanted[:, 1]
+        if differs[:, 1].any():
+            everywhere: list[Any] = [None] * len(replicas)
+            dist.all_gather_object(everywhere, names, group)
+            _refuse_other_calls(everywhere, replicas)
+        if differs.any():
+            rank = int(differs[:, 0].nonzero()[0])
+            first = replicas.index(replicas[rank])
+            raise DisagreementError(
+                f"the losses of these steps differ: they add up to {wanted[rank, 0]:.6g} on rank "
+                f"{first} and to {found[rank, 0]:.6g} on rank {rank}, which share their samples. "
+                f"{_REASON}"
+            )
+
+
+class WhenRanksCompare(Callback):
+    """Compares as epochs end, before other callbacks read what was logged; and the first step."""
+
+    def __init__(
+        self, compare: Callable[[Trainer], None], compare_steps: Callable[[], None]
+    ) -> None:
+        """Begin before the first step.
+
+        Args:
+            compare: Compares all as an epoch ends.
+            compare_steps: Compares the steps alone.
+        """
+        self._compare, self._compare_steps = compare, compare_steps
+        self._is_first = True
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a run, of which the first step is compared."""
+        self._is_first = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare the first step: an epoch may last for hours."""
+        if self._is_first:
+            self._compare_steps()
+        self._is_first = False
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare what hooks have done before."""
+        self._compare(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the steps, and what is logged."""
+        self._compare(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare what hooks have done since the last epoch."""
+        self._compare(trainer)
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare what is logged."""
+        self._compare(trainer)
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare what is logged."""
+        self._compare(trainer)
+
+
+_REASON = (
+    "All ranks that share samples must compute the same, or the mean of their gradients is that of "
+    "no network: let no rank number, clock or host name decide in a step."
+)
+
+
+def _refuse_other_calls(calls: Sequence[Counter[str]], replicas: Sequence[int]) -> None:
+    """Raise of the first function that ranks of one replica have called in other numbers."""
+    for rank, replica in enumerate(replicas):
+        first = replicas.index(replica)
+        for name in sorted(calls[rank] | calls[first]):
+            here, there = calls[rank][name], calls[first][name]
+            if here != there:
+                raise DisagreementError(
+                    f"the ranks have computed different steps: rank {first} has called {name} on "
+                    f"split tensors {there} times, and rank {rank} {here} times. {_REASON}"
+                )
