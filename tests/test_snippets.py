@@ -34,6 +34,7 @@ import lightning_shard
 from lightning_shard.cli import main as cli
 from lightning_shard.cli.words import read_words
 from lightning_shard.ops import registry
+from lightning_shard.trainer import process_mesh
 from tests.checkpoint.tiny import leave_group
 from tests.pool import pool_of
 
@@ -153,7 +154,11 @@ def test_on_ranks(mark, code):
 @blocks("alone")
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about workers and logging intervals
 def test_alone(folder, mark, code):
-    with contextlib.redirect_stdout(io.StringIO()):
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        # it would start this session of pytest once more, as the program's second process
+        mock.patch.object(process_mesh, "SubprocessScriptLauncher", side_effect=AssertionError),
+    ):
         exec(compile(ALONE + code, "snippet", "exec"), {"__name__": "snippet"})
 
 

@@ -49,6 +49,7 @@ from lightning_shard.lightning import (
     refuse_mixture,
     seed_everything,
 )
+from lightning_shard.processes.forking import belongs_to_a_group
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.nearest import nearest
 from lightning_shard.trainer.strategy import HybridShardStrategy
@@ -106,9 +107,17 @@ def on_each_rank(function: Callable[[Task], T], task: Task) -> list[T]:
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: A rank failed; the last line is its error.
+        RuntimeError: This process is one of several itself, and the ranks are to be processes.
     """
     ranks = math.prod(task.mesh)
     if not task.simulated:
+        if belongs_to_a_group():
+            raise RuntimeError(
+                "check and certify start ranks of their own, but this process is one of several "
+                "already: a launcher has started it, or a Trainer, which runs a script once more "
+                "for each of its processes. Give simulated=True, which takes ranks within this "
+                "process, or call them in a program of their own, without a launcher."
+            )
         return launch(_on_rank, function, task, processes=ranks)
     try:
         return simulate(partial(_on_rank, function, task), processes=ranks)  # copied there alone

@@ -283,6 +283,14 @@ def test_nothing_split_is_said():
     assert second.startswith("NOTHING WAS TRIED SPLIT: nothing of the batch is split, though 2 ")
 
 
+@pytest.mark.spmd(2)
+def test_one_of_several_processes_takes_simulated_ranks():
+    """A Trainer runs a script once more for each of its processes, and check with it."""
+    with pytest.raises(RuntimeError, match="Give simulated=True, which takes ranks within"):
+        lightning_shard.check(Net(), data())
+    assert lightning_shard.check(Net(), data(), simulated=True).is_exact
+
+
 @pytest.mark.slow
 def test_simulated_ranks_show_what_processes_show():
     module, batches = Net(nn.Dropout(0.3)), data((1, 24, 24))
