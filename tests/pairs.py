@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-def choose(*factors: Iterable[Any], fast: int | Collection[Any] = 1) -> list[Any]:
+def choose(*factors: Iterable[Any], fast: int | Collection[Any] = 1, every: int = 1) -> list[Any]:
     """The product of some lists of options, as rows for `pytest.mark.parametrize`.
 
     Args:
@@ -15,6 +15,7 @@ def choose(*factors: Iterable[Any], fast: int | Collection[Any] = 1) -> list[Any
         fast: Which rows run by default. 1: as many as it takes for every option to occur in some
             row. 2: as many as it takes for every pair of options of three lists, the last of which
             is not the longest. A collection: the rows of one list with these options.
+        every: Of these rows, the first and then each second (2) or third (3) one runs by default.
     """
     lists = [[*factor] for factor in factors]
     sizes = [len(options) for options in lists]
@@ -23,6 +24,7 @@ def choose(*factors: Iterable[Any], fast: int | Collection[Any] = 1) -> list[Any
         assert sizes[2] <= min(sizes[:2])
     turns = {tuple(turn % size for size in sizes) for turn in range(max(sizes))}
     rows: list[Any] = []
+    taken = 0  # the rows so far that run but for `every`
     for places in product(*map(range, sizes)):
         options = [options[i] for i, options in zip(places, lists, strict=True)]
         if isinstance(fast, Collection):
@@ -31,7 +33,8 @@ def choose(*factors: Iterable[Any], fast: int | Collection[Any] = 1) -> list[Any
             runs = sum(places[:2]) % sizes[2] == places[2]
         else:
             runs = places in turns
-        rows.append(_row(options, slow=not runs))
+        rows.append(_row(options, slow=not runs or taken % every > 0))
+        taken += runs
     return rows
 
 

@@ -35,6 +35,12 @@ def test_values_that_are_named_are_not_slow():
     assert rows(choose([{}, {"more": True}], fast=[{}]))[0] == [({},)]
 
 
+def test_every_second_of_the_rows_is_not_slow():
+    assert rows(choose("abcde", every=2))[0] == [("a",), ("c",), ("e",)]
+    assert rows(choose("abc", (1, 2), every=2))[0] == [("a", 1), ("c", 1)]
+    assert len(rows(choose("abc", (1, 2), every=2))[1]) == 6
+
+
 def test_marks_of_a_value_stay():
     two, three = (pytest.param(n, marks=pytest.mark.spmd(n)) for n in (2, 3))
     kept, every = rows(choose("ab", [two, three]))
