@@ -108,7 +108,13 @@ def test_two_ranks():
 
 @pytest.mark.spmd(3)
 def test_three_ranks():
-    check([*range(1000, 1060), 200820, 201351], (3,))  # the last write through views of turned rows
+    check([*range(1000, 1030), 200820, 201351], (3,))  # the last write through views of turned rows
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(3)
+def test_other_programs_on_three_ranks():
+    check(range(1030, 1060), (3,))
 
 
 @pytest.mark.slow

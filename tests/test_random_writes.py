@@ -57,13 +57,14 @@ def test_writes_on_two_ranks(begin: int, with_graph: bool):
 
 
 @kinds
-@pytest.mark.slow_rows("0-gradients")
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("begin", BEGINS)
 def test_writes_on_a_grid_of_ranks(begin: int, with_graph: bool):
     check((2, 2), begin, with_graph)
 
 
+@pytest.mark.slow_rows("sizes0-0-values", "sizes1-0-gradients")
 @kinds
 @pytest.mark.parametrize("begin", BEGINS)
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])

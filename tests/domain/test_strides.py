@@ -27,6 +27,7 @@ def test_on_ranks(begin: int):
     check(mesh_of(2), 1, seeds_of(begin))
 
 
+@pytest.mark.slow_rows("sizes0-0")
 @pytest.mark.parametrize("begin", BEGINS)
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])
 def test_in_tiles(sizes: tuple[int, ...], begin: int):

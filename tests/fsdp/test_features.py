@@ -53,13 +53,17 @@ ROWS = {
 }  # fmt: skip
 rows = pytest.mark.parametrize("row", ROWS)
 # the other rows choose blocks in other ways, and keep the same kinds of parameters
-WITH_A_DOMAIN = [
-    "full", "gradients", "hybrid", "checkpointing of blocks", "activations within a budget",
+WITH_A_DOMAIN = ["hybrid", "activations within a budget"]
+ON_REPLICAS = [  # the others are much like one of these, or tested with a domain
+    "full", "gradients", "wrap by function", "wrap by size", "ignored", "prefetch",
+    "checkpointing by class", "checkpointing that keeps", "activations on the host", "offload",
 ]  # fmt: skip
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("row", [row for row in ROWS if row != "hybrid"])  # of four ranks
+@pytest.mark.parametrize(
+    "row", choose([row for row in ROWS if row != "hybrid"], fast=ON_REPLICAS)
+)  # hybrid is of four ranks
 def test_on_two_data_replicas(row):
     assert_equal_runs(train_sharded((1,), ROWS[row]), train_alone())
 

@@ -9,6 +9,7 @@ from tests.models.check import check
 pytest.importorskip("torch_geometric", reason="torch_geometric is not installed")
 
 
+@pytest.mark.quick_rows("sage", "reductions")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat", "pna", "reductions", "graphs"])
 def test_two_ranks(name):
@@ -29,6 +30,7 @@ def test_nodes_over_two_by_two_ranks(name):
     check("torch_geometric", name, 2, 2)
 
 
+@pytest.mark.quick_rows("gat", "graphs", "mesh_graph_net")
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("name", ["gcn", "gat", "pna", "graphs", "mesh_graph_net", "graph_cast"])
 def test_sums_of_messages_stay_split_where_nodes_are_many(name):

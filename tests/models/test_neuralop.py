@@ -13,7 +13,9 @@ from tests.models.check import check
 from tests.parity import assert_same
 
 
-@pytest.mark.slow_rows("codano")
+@pytest.mark.slow_rows(
+    "fno_1d", "fno_3d", "fno_scaling", "tfno_tt", "tfno_reconstructed", "uno_skip", "codano"
+)
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "name",
@@ -47,7 +49,7 @@ def test_local_model(name):
     check("neuralop", name, 2)
 
 
-@pytest.mark.slow_rows("uno")
+@pytest.mark.quick_rows("tfno_cp", "fno_padded")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     "name", ["tfno_tucker", "tfno_cp", "tfno_reconstructed", "fno_padded", "fno_3d", "uno"]
@@ -56,6 +58,7 @@ def test_two_by_two_ranks(name):
     check("neuralop", name, 2, 2)
 
 
+@pytest.mark.slow_rows("fno_1d", "fno_scaling", "tfno_tt", "uno")
 @pytest.mark.spmd(1)
 @pytest.mark.parametrize(
     "name",

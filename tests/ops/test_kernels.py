@@ -95,6 +95,7 @@ class _Calls(TorchDispatchMode):
 OPERATORS = {"U-Net": (lambda: UNet(8), 3.7), "ResNet50": (NETWORKS["ResNet50"], 3.9)}
 
 
+@pytest.mark.quick_rows("U-Net")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_step_of_two_ranks_calls_few_operators(name):

@@ -215,8 +215,15 @@ def test_two_ranks(names, run_each):
     run_each(2, check_row, over(names, 2, 10))
 
 
-@database.in_groups(database.twice_differentiable())
+@database.in_groups(database.twice_differentiable()[::2])
 def test_second_gradients(names, run_each):
+    """Every second row; the others are slow."""
+    run_each(2, check_second_gradients, over(names, 2, 1))
+
+
+@pytest.mark.slow
+@database.in_groups(database.twice_differentiable()[1::2])
+def test_second_gradients_of_the_other_rows(names, run_each):
     run_each(2, check_second_gradients, over(names, 2, 1))
 
 

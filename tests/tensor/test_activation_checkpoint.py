@@ -1,5 +1,7 @@
 """torch.utils.checkpoint in both modes: values, gradients, random numbers, and with FSDP2."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,11 +108,10 @@ def gradients(function, run, x, w):
 
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
-    ("name", "dims", "reentrant"),
-    choose(FUNCTIONS, [[2], [2, 3]], [True, False], fast=2),
-    ids=str,
+    ("name", "way"), choose(FUNCTIONS, product([[2], [2, 3]], [True, False])), ids=str
 )
-def test_checkpoint(name, dims, reentrant):
+def test_checkpoint(name, way):
+    dims, reentrant = way
     run = Checkpoint(reentrant)
     mesh = mesh_of(4) if len(dims) == 1 else mesh_of(2, 2)
     x, w = (torch.randn(shape, dtype=torch.float64) for shape in SHAPES)

@@ -55,7 +55,7 @@ def fields(rows: int) -> tuple[Any, Tensor, Tensor]:
     return field, observed, torch.randn(2, 2, 3, 3, dtype=torch.float64)
 
 
-@pytest.mark.slow_rows("lbfgs")
+@pytest.mark.slow_rows("lbfgs", "adamw", "adagrad")
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_optimizers(name):

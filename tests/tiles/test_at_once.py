@@ -58,6 +58,7 @@ def _found(net: nn.Module, x: Tensor, *, twice: bool = False) -> list[Tensor]:
     return [loss.detach(), whole, *(p.grad for p in net.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow_rows("sizes0-dims0-False", "sizes1-dims1-False", "sizes2-dims2-True")
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize(("sizes", "dims"), [((3,), (2,)), ((2, 2), (2, 3)), ((11,), (2,))])
 def test_at_once_and_in_turns(sizes: tuple[int, ...], dims: tuple[int, ...], twice: bool) -> None:

@@ -38,7 +38,8 @@ ORDERS = ROW_BY_ROW, CHANNELS_LAST, COLUMNS_FIRST
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, on memory and deprecated words
 @pytest.mark.parametrize(
-    ("family", "order"), [row for row in choose(FAMILIES, ORDERS) if row.values not in OTHERWISE]
+    ("family", "order"),
+    [row for row in choose(FAMILIES, ORDERS, every=2) if row.values not in OTHERWISE],
 )
 def test_results_lie_as_in_one_process(family: str, order: tuple[int, ...]) -> None:
     tried, wrong = 0, list[str]()

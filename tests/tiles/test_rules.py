@@ -10,17 +10,31 @@ families = pytest.mark.parametrize("family", FAMILIES)
 smooth = pytest.mark.parametrize("family", [name for name, f in FAMILIES.items() if f.smooth])
 
 
-@families
-def test_three_tiles(family, subtests):
+def check_by_turns(family, cases, subtests):
+    """Each case along one dim."""
     dims = FAMILIES[family].dims
-    for i, case in enumerate(FAMILIES[family].cases):
+    for i, case in enumerate(cases):
         dim = dims[i % len(dims)]
         if (case, dim) != ("one_hot", 1):
             with subtests.test(case, dim=dim):
                 check(family, case, [dim], (3,), tiles_of)
 
 
-@pytest.mark.slow_rows("lookup", "select", "mask", "pointwise", "sums", "loss_of_split_targets")
+@families
+def test_three_tiles(family, subtests):
+    """Every third case; the others are slow."""
+    check_by_turns(family, [*FAMILIES[family].cases][::3], subtests)
+
+
+@pytest.mark.slow
+@families
+def test_every_case_in_three_tiles(family, subtests):
+    check_by_turns(family, FAMILIES[family].cases, subtests)
+
+
+@pytest.mark.slow_rows(
+    "linear", "lookup", "loss", "loss_of_split_targets", "mask", "pointwise", "select", "sums"
+)
 @families
 def test_two_by_two(family, subtests):
     for case in first_uses(family):
@@ -28,7 +42,17 @@ def test_two_by_two(family, subtests):
             check(family, case, FAMILIES[family].dims[-2:], (2, 2), tiles_of)
 
 
-@pytest.mark.slow_rows("lookup", "mask", "loss_of_split_targets", "pointwise", "linear", "select")
+@pytest.mark.slow_rows(
+    "lookup",
+    "mask",
+    "loss",
+    "loss_of_split_targets",
+    "pointwise",
+    "linear",
+    "pool",
+    "select",
+    "sums",
+)
 @families
 def test_more_tiles_than_rows(family, subtests):
     for case in first_uses(family):
@@ -36,8 +60,19 @@ def test_more_tiles_than_rows(family, subtests):
             check(family, case, FAMILIES[family].dims[-1:], (9,), tiles_of)
 
 
-@smooth
-def test_second_gradients(family, subtests):
-    for case in FAMILIES[family].smooth:
+def check_second_gradients(family, cases, subtests):
+    for case in cases:
         with subtests.test(case):
             check_second_gradient(family, case, [2], (3,), tiles_of)
+
+
+@smooth
+def test_second_gradients(family, subtests):
+    """Those cases that are slow on ranks (tests/ops/test_families.py); the others are slow here."""
+    check_second_gradients(family, [*FAMILIES[family].smooth][1::2], subtests)
+
+
+@pytest.mark.slow
+@smooth
+def test_second_gradients_of_the_other_cases(family, subtests):
+    check_second_gradients(family, [*FAMILIES[family].smooth][::2], subtests)

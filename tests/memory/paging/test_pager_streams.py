@@ -100,6 +100,7 @@ def check(program, kinds, budget, expected, **options):
     return copies
 
 
+@pytest.mark.quick_rows("two tensors")
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_turns(budget):
     out, back = check(in_turns, KINDS, BUDGETS[budget], in_turns(network(KINDS)))

@@ -41,6 +41,14 @@ MASKS = {
 OPTIONS = [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}]
 
 
+@pytest.mark.quick_rows(
+    "none-0-True",
+    "padding-1-True",
+    "later-0-True",
+    "causal-0-False",
+    "bias-1-False",
+    "heads-1-True",
+)
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize(("masks", "dim", "weights"), choose(MASKS, [0, 1], [True, False], fast=2))
 def test_masks(masks, dim, weights):
@@ -51,8 +59,7 @@ def test_masks(masks, dim, weights):
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("weights", [True, False])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "weights"), choose(OPTIONS, [True, False]), ids=str)
 def test_options(options, weights):
     torch.manual_seed(0)
     module = Attention(options, need_weights=weights, key_padding_mask=PADDING)
@@ -156,6 +163,7 @@ def test_encoder(training):
                 module(split)
 
 
+@pytest.mark.quick_rows("0-ShiftedWindowAttention", "1-ShiftedWindowAttentionV2")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("kind", [ShiftedWindowAttention, ShiftedWindowAttentionV2])
 @pytest.mark.parametrize("shift", [0, 1])

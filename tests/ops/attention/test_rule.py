@@ -101,7 +101,9 @@ def test_split_sequence(case, algorithm, mesh):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("case", "algorithm"),
-    choose([c for c in CASES if c not in ("three_dims", "softmax", "split_bias")], ALGORITHMS),
+    choose(
+        [c for c in CASES if c not in ("three_dims", "softmax", "split_bias")], ALGORITHMS, every=2
+    ),
 )
 def test_split_heads_and_sequence(case, algorithm):
     function, shapes, split = CASES[case]
@@ -181,8 +183,7 @@ def test_mask_split_unlike_queries(algorithm):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "algorithm"), choose([False, True], ALGORITHMS))
 def test_fewer_rows_than_ranks(causal, algorithm):
     def function(q, k, v):
         return SDPA(q, k, v, is_causal=causal)
@@ -194,7 +195,7 @@ def test_fewer_rows_than_ranks(causal, algorithm):
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize(("case", "algorithm"), choose(CASES, ALGORITHMS))
+@pytest.mark.parametrize(("case", "algorithm"), choose(CASES, ALGORITHMS, every=2))
 def test_double_backward(case, algorithm):
     function, shapes, split = CASES[case]
     with forced(algorithm), sdpa_kernel(SDPBackend.MATH):
@@ -283,6 +284,7 @@ FEATURES = {  # attention over channels: which dims of queries, keys and values 
 }
 
 
+@pytest.mark.quick_rows("6-scores", "3-all", "3-values")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("width", [6, 3])

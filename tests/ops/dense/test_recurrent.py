@@ -16,6 +16,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.quick_rows("lstm_both_ways", "gru")
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_split_batch(name):

@@ -164,6 +164,7 @@ def test_a_residual_of_a_sequence():
 
 
 @pytest.mark.spmd(4)
+@pytest.mark.quick_rows("(1, 0)", "(2, 1)", "(3, 4)", "(0, 3)")
 @pytest.mark.parametrize("other", [(0, 1), (1, 0), (2, 1), (0, 2), (3, 4), (4, 1), (0, 3)], ids=str)
 def test_rows_of_extent_one_lie_on_other_ranks(other):
     """As in an attention over axes of extent 1: splits of such dims are moved, not refused."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lightning_shard
+from tests.pairs import choose
 from tests.parity import mesh_of
 
 SHAPE = (4, 8, 16, 12)
@@ -37,8 +38,7 @@ def everywhere(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("dims", [[2], [2, 3]], ids=str)
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(("maker", "dims"), choose(MAKERS, [[2], [2, 3]]), ids=str)
 def test_reproducible_independent_and_in_step(maker, dims):
     mesh = mesh_of(4) if len(dims) == 1 else mesh_of(2, 2)
     x = lightning_shard.shard(torch.ones(SHAPE), mesh, dims)

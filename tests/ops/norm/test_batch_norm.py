@@ -138,8 +138,7 @@ def modules():
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", modules())
+@pytest.mark.parametrize(("name", "training"), choose(modules(), [True, False]))
 def test_module(name, training):
     module = modules()[name].double().train(training)
     assert_parity_of_module(module, IMAGE, [2], mesh_of(3))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import lightning_shard
+from tests.pairs import choose
 from tests.parity import mesh_of, tiles_of
 
 LABELS = (torch.arange(300 * 256) % 2).view(1, 300, 256)
@@ -77,18 +78,16 @@ def check(function, dtype, shard):
         assert (mine - correct).abs().max() < 2 * error + 2 * rounding
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+DTYPES = torch.float16, torch.bfloat16
 
 
-@DTYPES
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "dtype"), choose(FUNCTIONS, DTYPES), ids=str)
 def test_on_ranks(name, dtype):
     check(FUNCTIONS[name], dtype, lambda x: lightning_shard.shard(x, mesh_of(3), 2))
 
 
-@DTYPES
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "dtype"), choose(FUNCTIONS, DTYPES, every=3), ids=str)
 def test_in_tiles(name, dtype):
     check(FUNCTIONS[name], dtype, lambda x: lightning_shard.shard(x, tiles_of(3), 2))
 
@@ -100,8 +99,7 @@ WEIGHTED = {
 }
 
 
-@DTYPES
-@pytest.mark.parametrize("name", WEIGHTED)
+@pytest.mark.parametrize(("name", "dtype"), choose(WEIGHTED, DTYPES), ids=str)
 def test_gradients_of_weights_add_up_over_many_tiles(name, dtype):
     """A sum in half precision of 128 equal parts loses digits with each of them."""
     gradients = []

@@ -22,6 +22,7 @@ def spectrum_and_signal(x, window, sizes, center, normalized, length):
     return spectrum, signal, spectrum.real.sin().sum() + (signal * weights).mean()
 
 
+@pytest.mark.quick_rows("shape1")
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("shape", [(37,), (2, 200)])
 def test_spectra_and_signals(shape):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_shard import DomainTensor, UnsupportedOperationError, gather, shard
+from tests.pairs import choose
 from tests.parity import mesh_of
 
 E, N = ..., None
@@ -72,8 +73,7 @@ USES = (read, write, add, of_result, write_values, data)
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("kind", "dim"), choose(KINDS, [0, 1]))
 def test_index(kind, dim):
     torch.manual_seed(0)
     field, mesh, index = torch.randn(7, 3, dtype=torch.float64), mesh_of(2), KINDS[kind]

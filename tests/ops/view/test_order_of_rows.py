@@ -12,6 +12,7 @@ import torch.distributed as dist
 import lightning_shard
 from lightning_shard import DomainTensor, UnsupportedOperationError
 from tests.ops.families import FAMILIES
+from tests.pairs import choose
 from tests.parity import mesh_of
 
 ORDERS = {
@@ -45,8 +46,7 @@ def written(x, made, seen):
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("extent", [3, 4, 5, 6])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("order", "extent"), choose(ORDERS, [3, 4, 5, 6]))
 def test_a_write_into_a_reshaped_tensor(order, extent):
     torch.manual_seed(0)
     x = torch.randn(extent, 4, dtype=torch.float64)
@@ -111,7 +111,7 @@ def write_flat(y):
     return whole(y), whole(flat)
 
 
-@pytest.mark.slow_rows("lookup", "select", "mask", "sums")
+@pytest.mark.quick_rows("norm", "reshape")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, on memory and deprecated words
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -41,6 +41,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_rows("2")
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("dim", [0, 2, 3])
 def test_a_write_reaches_what_it_reaches_in_torch(dim: int):

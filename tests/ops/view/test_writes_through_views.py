@@ -137,12 +137,7 @@ def assert_seen_or_refused(view, write, mesh, dim: int) -> bool:
 
 
 @pytest.mark.quick_rows(
-    "0-write_a_row_below",
-    "0-write_all_below",
-    "1-write_first_row",
-    "1-write_below",
-    "1-write_a_row_below",
-    "1-write_all_below",
+    "0-write_all_below", "1-write_first_row", "1-write_below", "1-write_a_row_below"
 )
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
@@ -155,6 +150,9 @@ def test_views(write, dim):
             raise AssertionError(f"{name}: {error}") from error
 
 
+@pytest.mark.quick_rows(
+    "write_in_place", "write_first_row", "write_some_rows", "write_a_row_below", "write_a_temporary"
+)
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
 def test_copies_are_written_freely(write):

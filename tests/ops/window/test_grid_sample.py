@@ -17,7 +17,13 @@ def sample(mode="bilinear", padding="zeros", align_corners=False):
     return lambda x, g: F.grid_sample(x, g, mode, padding, align_corners)
 
 
-@pytest.mark.slow_rows("bicubic-reflection-True", "bicubic-border-True", "bicubic-zeros-False")
+@pytest.mark.quick_rows(
+    "bilinear-zeros-False",
+    "bilinear-reflection-True",
+    "nearest-border-False",
+    "nearest-reflection-True",
+    "bicubic-border-False",
+)
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("align_corners", [True, False])
 @pytest.mark.parametrize("modes", MODES, ids="-".join)

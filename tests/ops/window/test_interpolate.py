@@ -61,7 +61,7 @@ def test_rows_that_repeat_on_their_rank(options):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(("mode", "size"), choose(MODES, SIZES))
+@pytest.mark.parametrize(("mode", "size"), choose(MODES, SIZES, every=2))
 def test_two_by_two(mode, size):
     assert_parity(resize(mode, size=SIZES[size]), [IMAGE], {0: [2, 3]}, mesh_of(2, 2))
 
@@ -103,7 +103,7 @@ def test_no_samples():
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", choose(MODES, every=3))
 def test_single_precision(mode):
     """The weights are rounded as torch rounds them; far from the origin that shows."""
     options = {"dtype": torch.float32}
@@ -134,7 +134,7 @@ def test_bytes():
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", choose(MODES, every=3))
 def test_gaps_are_as_wide_as_in_one_process(mode):
     """A row that is read with a weight of 0 counts, and one that is not read does not."""
     for size in SIZES.values():
@@ -173,7 +173,7 @@ def test_refusals_are_those_of_torch():
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize(("mode", "size"), choose(MODES, SIZES))
+@pytest.mark.parametrize(("mode", "size"), choose(MODES, SIZES, every=2))
 def test_infinities(mode, size):
     """A weight of 0 must not read one; torch itself reads some rows twice, once with 0."""
     for row, value in enumerate([inf, -inf] * 3):
