@@ -223,6 +223,7 @@ def dynunet():
     return monai.DynUNet(3, 1, 4, ones, strides, strides[1:], filters=widths)
 
 
+@pytest.mark.quick_rows("swin_v2_b", "efficientnet_v2_l")
 @pytest.mark.parametrize(
     "make",
     [

@@ -71,6 +71,7 @@ def test_free_memory_is_divided_by_the_processes_of_a_machine():
         assert memory_of_rank(CPU) == 5 * GIB
 
 
+@pytest.mark.quick_rows("1", "None")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("scarce", [0, 1, None])
 def test_all_ranks_choose_alike_and_say_it(scarce, monkeypatch):
@@ -90,6 +91,7 @@ def test_all_ranks_choose_alike_and_say_it(scarce, monkeypatch):
     assert ("sharding='full'" if whole else "sharding='none'") in said[0]
 
 
+@pytest.mark.quick_rows("none-full")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     ("first", "second"), [("none", "full"), ("full", "none"), ("none", "none")]
@@ -108,6 +110,7 @@ def test_checkpoints_of_one_mode_go_on_in_the_other(first, second):
     assert own["sharding"] == first
 
 
+@pytest.mark.quick_rows("none")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("first", ["none", "full"])
 def test_a_resumed_run_takes_the_mode_of_the_run_before(first, monkeypatch):

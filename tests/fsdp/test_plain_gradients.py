@@ -16,6 +16,7 @@ from lightning_shard import ShardingOptions, parallelize
 from lightning_shard.fsdp import plain_gradients
 from lightning_shard.fsdp.plain_gradients import leave_plain_gradients, plain_gradients_of
 from lightning_shard.processes.mesh import make_mesh
+from tests.pairs import choose
 from tests.parity import mesh_of
 from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
 
@@ -77,6 +78,7 @@ def both(sizes):
     return alone, whole(Net(), mesh), mesh
 
 
+@pytest.mark.quick_rows("1-(1, 4)", "200-(2, 2)", "26214400-(4, 1)")
 @pytest.mark.spmd(4)
 @MESHES
 @pytest.mark.parametrize("bucket", [1, 200, 25 * 2**20])
@@ -405,8 +407,7 @@ class Rows(Featured):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("domain", [(1,), (2,)])
-@pytest.mark.parametrize("kind", [Assigns, Unfreezes, Rows])
+@pytest.mark.parametrize(("kind", "domain"), choose([Assigns, Unfreezes, Rows], [(1,), (2,)]))
 def test_what_programs_do_to_parameters(kind, domain):
     alone, net = kind(), kind()
     fit_alone(alone)

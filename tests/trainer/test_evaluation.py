@@ -101,6 +101,7 @@ class ByHand(Featured):
             self.zero_grad()
 
 
+@pytest.mark.quick_rows("Featured-full", "ByHand-full")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("sharding", ["full", "none"])
 @pytest.mark.parametrize("kind", [Featured, ByHand])

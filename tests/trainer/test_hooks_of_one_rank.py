@@ -71,7 +71,7 @@ WORDS = {
     [
         ("split", (2,), 2),
         slow("parameter", (1,), 2),
-        ("frozen", (2,), 2),
+        slow("frozen", (2,), 2),
         slow("plain", (2,), 2),
         slow("accumulated", (2,), 2),
         slow("split", (2,), 4),

@@ -105,6 +105,7 @@ def test_a_lone_collective(hook, words):
     ends_in_seconds(told, communicate_alone, hook, words)
 
 
+@pytest.mark.quick_rows("full_tensor")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("read", ["full_tensor", "gradient"])
 def test_all_ranks_read_it(read):
@@ -176,6 +177,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.quick_rows("2x1-lr", "1x2-accumulation")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])

@@ -279,6 +279,7 @@ def test_a_run_counts_until_another_run_begins():
     assert one_of_each() == 4  # processes
 
 
+@pytest.mark.quick_rows("set_up")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("run", [validated, set_up])
 def test_ranks_count_alike_though_one_has_freed_the_run(run):

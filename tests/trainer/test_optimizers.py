@@ -58,6 +58,7 @@ class Langevin(torch.optim.SGD):
         return loss
 
 
+@pytest.mark.quick_rows("full")
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("sharding", ["full", "none"])
 def test_what_draws_random_numbers(sharding):
@@ -92,6 +93,7 @@ def test_what_cannot_update_shards(name):
         assert_refused(name)
 
 
+@pytest.mark.quick_rows("torch.optim.LBFGS", "timm.optim.AdamP")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_way_out(name):
@@ -133,6 +135,7 @@ class Matrices(LightningModule):
         return torch.optim.Muon(self.parameters(), lr=0.05)
 
 
+@pytest.mark.quick_rows("domain0")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(2,), (4,)])
 def test_muon_needs_whole_matrices(domain):

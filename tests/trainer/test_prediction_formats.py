@@ -64,12 +64,14 @@ def test_on_one_process(kind):
     predicts(shared_path("one" if kind == "folder" else f"one.{kind}"), (1,))
 
 
+@pytest.mark.quick_rows("zarr", "tif")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_on_two_ranks_of_a_domain(kind):
     predicts(shared_path("domain" if kind == "folder" else f"domain.{kind}"), (2,))
 
 
+@pytest.mark.quick_rows("h5", "nii.gz", "folder")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_on_two_data_replicas_with_an_uneven_batch(kind):

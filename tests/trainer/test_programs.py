@@ -83,10 +83,14 @@ ONLY_SPLIT = {
 
 
 def in_turn(mesh: str, every: bool) -> dict[str, dict[str, Any]]:
-    """A 48th of the programs for each mesh, or all of them."""
+    """All programs, or a 96th of them for each mesh, each with one mode of sharding."""
     own, names = cases(mesh), list(PROGRAMS)
-    turn = {"1x2": 0, "2x1": 16, "2x2": 32}[mesh]
-    return {n: case for n, case in own.items() if every or names.index(case["name"]) % 48 == turn}
+    if every:
+        return own
+    first = {"1x2": 0, "2x1": 32, "2x2": 64}[mesh]
+    turns = ((names[i], MODES[i // 96 % 2]) for i in range(first, len(names), 96))
+    chosen = (f"{sharding}: {name}" for name, sharding in turns)
+    return {name: own[name] for name in chosen if name in own}
 
 
 @pytest.mark.parametrize("mesh", MESHES)

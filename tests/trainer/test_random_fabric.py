@@ -125,11 +125,11 @@ def check(seed: int, domain: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("mesh", ["1x2", "2x1"])
 def test_random_loops(mesh, run_each):
     ranks, domain = MESHES[mesh]
-    run_each(ranks, check, programs(domain, range(2)))
+    run_each(ranks, check, programs(domain, range(1)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(i, i + 20) for i in range(2, 102, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(i, i + 21) for i in range(1, 102, 21)], ids=str)
 @pytest.mark.parametrize("mesh", ["1x2", "2x1", "2x2"])
 def test_many_random_loops(mesh, seeds, run_each):
     ranks, domain = MESHES[mesh]

@@ -266,18 +266,18 @@ def programs(domain: tuple[int, ...], seeds: range) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("mesh", ["1x2", "2x1"])
 def test_random_trainings(mesh, run_each):
     ranks, domain = MESHES[mesh]
-    run_each(ranks, check_on_ranks, programs(domain, range(2)))
+    run_each(ranks, check_on_ranks, programs(domain, range(1)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(i, i + 20) for i in range(2, 102, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(i, i + 21) for i in range(1, 102, 21)], ids=str)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_many_random_trainings(mesh, seeds, run_each):
     ranks, domain = MESHES[mesh]
     run_each(ranks, check_on_ranks, programs(domain, seeds))
 
 
-@pytest.mark.parametrize("seed", [*range(2), *slow(range(2, 102))])
+@pytest.mark.parametrize("seed", [0, *slow(range(1, 102))])
 def test_random_trainings_in_tiles(seed, tmp_path):
     folders = (tmp_path / str(number) for number in count())
     check(seed, 1, lambda drawn: compare(drawn, (), next(folders)))

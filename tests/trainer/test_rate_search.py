@@ -27,6 +27,7 @@ def found(runner, size, module, **options):
     return search.results["lr"], search.results["loss"], module.lr
 
 
+@pytest.mark.quick_rows("diverges")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("options", [{}, {"max_lr": 100.0}], ids=["to the end", "diverges"])
 def test_replicas_decide_by_the_mean_of_their_losses(options):
@@ -62,6 +63,7 @@ class Shuffled(LightningDataModule):
         return DataLoader(Fields(sample, SAMPLES), self.size, shuffle=True)
 
 
+@pytest.mark.quick_rows("replicas-a data module")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("makes_loaders", [False, True], ids=["a loader", "a data module"])
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["replicas", "domain"])

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from lightning_shard import RepeatSamples
 from lightning_shard.trainer.sample_order import SampleOrder
 from tests import training
+from tests.pairs import choose
 from tests.trainer.featured import QUIET
 
 
@@ -151,6 +152,13 @@ def two_loaders(size, mode, seed):
     return CombinedLoader(loaders, mode)
 
 
+@pytest.mark.quick_rows(
+    "one fit-max_size_cycle-torch's numbers",
+    "loaders asked for in each epoch-min_size-numbers of each loader",
+    "in each second-max_size_cycle-torch's numbers",
+    "two fits-min_size-torch's numbers",
+    "validations-max_size_cycle-numbers of each loader",
+)
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("seed", [None, 11], ids=["torch's numbers", "numbers of each loader"])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
@@ -234,9 +242,10 @@ OWN_SAMPLERS = {
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("made_by", ["script", "module"])
-@pytest.mark.parametrize("stage", ["fit", "test"])
-@pytest.mark.parametrize("name", OWN_SAMPLERS)
+@pytest.mark.parametrize(
+    ("name", "stage", "made_by"),
+    choose(OWN_SAMPLERS, ["fit", "test"], ["script", "module"], fast=2),
+)
 def test_batches_of_a_batch_sampler_are_divided(name, stage, made_by):
     """Lightning gives replicas samples in another order, and forgets to make batches of them.
 

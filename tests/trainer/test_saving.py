@@ -226,6 +226,7 @@ def test_modules_among_hyperparameters_where_parameters_are_whole():
     assert torch.equal(part.eval()(x), module.part.eval()(x))
 
 
+@pytest.mark.quick_rows("single")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 def test_sharded_modules_among_hyperparameters_are_left_out(kind):
@@ -256,6 +257,7 @@ class Record:
     weight: torch.Tensor
 
 
+@pytest.mark.quick_rows("sharded")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 def test_shards_in_any_container_are_saved_whole(kind):

@@ -402,6 +402,7 @@ class NotesOfACallback(Callback):
         NotesGradients.on_after_backward(module)
 
 
+@pytest.mark.quick_rows("none-callback", "full-module")
 @pytest.mark.parametrize("kind", ["module", "callback"])
 @pytest.mark.parametrize("sharding", ["none", "full"])
 @pytest.mark.spmd(2)
@@ -556,6 +557,7 @@ class DrawsPictures(Callback):
         self.on_train_batch_end(trainer)
 
 
+@pytest.mark.quick_rows("1x2x2")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(4,), (2, 2)], ids=["1x4", "1x2x2"])
 def test_random_numbers_of_one_rank(domain):

@@ -211,14 +211,22 @@ def some(cases, *sizes):
     return {name: case for name, case in cases.items() if case["batch_size"] in sizes}
 
 
+FEWER = {"fewer samples": {"batch_size": 1, "samples": (2,)}}
+DRAWN = {"a sampler that draws": {"batch_size": 2, "samples": (13, 6), "make": permuted}}
+
+
 def test_three_replicas(run_each):
+    """The other cases are slow."""
+    run_each(3, compare, FEWER | DRAWN)
+
+
+@pytest.mark.slow
+def test_each_case_on_three_replicas(run_each):
     others = {
-        "fewer samples": {"batch_size": 1, "samples": (2,)},
         "batches of a dataset": {"batch_size": 1, "samples": (13, 2), "make": made_by_the_dataset},
         "such batches, shuffled": {"batch_size": 1, "make": made_by_the_dataset_and_shuffled},
-        "a sampler that draws": {"batch_size": 2, "samples": (13, 6), "make": permuted},
     }
-    run_each(3, compare, some(SIZES, 1, 2) | others)
+    run_each(3, compare, some(SIZES, 1, 2) | FEWER | DRAWN | others)
 
 
 @pytest.mark.slow
