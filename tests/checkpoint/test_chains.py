@@ -105,6 +105,7 @@ ENDED = {
 }
 
 
+@pytest.mark.quick_rows("ema-full")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(("average", "mode"), [("ema", "none"), ("ema", "full"), ("swa", "none")])
 def test_a_run_that_had_ended_has_its_averages(average, mode):

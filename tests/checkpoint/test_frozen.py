@@ -60,6 +60,7 @@ def fit(module, *callbacks, path=None, **options):
     return full_module_state(module)
 
 
+@pytest.mark.quick_rows("0-full")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("epoch", [0, 2])
@@ -84,6 +85,7 @@ class Advised(Tuned):
         self.backbone.requires_grad_(self.current_epoch >= 1)
 
 
+@pytest.mark.quick_rows("full")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_advice_holds_inside_an_epoch(mode):

@@ -133,7 +133,7 @@ def assert_goes_on(
 SIGNALS = {"Ctrl-C": [SIGINT], "SIGTERM": [SIGTERM], "SIGTERM twice": [SIGTERM, SIGTERM]}
 
 
-@pytest.mark.quick_rows("Ctrl-C-both-2-in validation", "SIGTERM twice-second-2-in a step")
+@pytest.mark.quick_rows("Ctrl-C-both-2-in validation")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("domain", [2, 1])

@@ -50,6 +50,7 @@ def run(trainer: Trainer, size: int, path: Any = None, *, seeded: bool) -> Reads
     return module
 
 
+@pytest.mark.quick_rows("own generator")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("seeded", [False, True], ids=["common numbers", "own generator"])
 def test_samples_after_a_resume_are_those_of_one_process(seeded):

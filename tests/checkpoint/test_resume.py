@@ -77,6 +77,7 @@ def test_several_optimizers():
         fit((2,), module=tiny(), path=path)
 
 
+@pytest.mark.quick_rows("6-True")
 @pytest.mark.parametrize(("step", "warns"), [(6, True), (12, False)])
 def test_a_resumed_run_says_that_it_reloads_in_other_epochs(step, warns, tmp_path, recwarn):
     """Lightning counts from the epoch of the resume: the first or the second."""

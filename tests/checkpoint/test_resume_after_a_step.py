@@ -136,6 +136,7 @@ def assert_rest_is_alike(save, domain, every, done=0, **options):
     return noted
 
 
+@pytest.mark.quick_rows("('v', 'step')-((2,), 2, 2)", "('loss_epoch', 'epoch')-((1,), 5, 1.0)")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "case",
@@ -155,6 +156,7 @@ def test_a_loader_with_a_state_that_was_made_before_it_was_read():
     assert_goes_on((2,), 3, 2, loader="own")
 
 
+@pytest.mark.quick_rows("(1,)")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [(2,), (1,)], ids=str)
 def test_two_loaders(domain):
@@ -162,7 +164,7 @@ def test_two_loaders(domain):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.quick_rows("own numbers-(1,)-3", "shuffled-(1,)-10")
+@pytest.mark.quick_rows("own numbers-(1,)-3")
 @pytest.mark.parametrize("step", [3, BATCHES, 2 * BATCHES])
 @pytest.mark.parametrize("domain", [(2,), (1,)], ids=str)
 @pytest.mark.parametrize("loader", ["shuffled", "own numbers"])
@@ -171,6 +173,7 @@ def test_loaders_that_are_made_anew_in_each_epoch(loader, domain, step):
     assert_goes_on(domain, step, every, loader=loader, reload_dataloaders_every_n_epochs=1)
 
 
+@pytest.mark.quick_rows("((2,), (1,))")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domains", [((2,), (1,)), ((1,), (2,))], ids=str)
 def test_means_of_an_epoch_on_another_mesh(domains):

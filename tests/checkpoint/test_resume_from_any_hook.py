@@ -49,7 +49,7 @@ class SaveIn(Callback):
     "case",
     choose(
         [(d, *at) for d in [(2,), (1,)] for at in BEFORE_BATCHES + IN_VALIDATION],
-        fast=[((2,), *at) for at in (BEFORE_BATCHES + IN_VALIDATION)[::3]],
+        fast=[((2,), *at) for at in (BEFORE_BATCHES[0], IN_VALIDATION[-1])],
     ),
     ids=str,
 )
@@ -64,8 +64,9 @@ def assert_goes_on(domain, hook, count, **options):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("loader", ["shuffled", "own", "own numbers"])
-@pytest.mark.parametrize("steps", [-1, 12, 100])
+@pytest.mark.parametrize(
+    ("steps", "loader"), choose([-1, 12, 100], ["shuffled", "own", "own numbers"])
+)
 def test_goes_on_after_an_epoch(steps, loader):
     """With `max_steps` Lightning takes the epoch for one that goes on, and leaves one out."""
     save = SaveIn("on_train_epoch_end", 1, shared_path("hook.ckpt"))
@@ -78,7 +79,7 @@ def test_goes_on_after_an_epoch(steps, loader):
     "case",
     choose(
         [(d, *at) for d in [(2,), (1,)] for at in BEFORE_BATCHES + IN_VALIDATION],
-        fast=[((2,), "on_train_batch_start", 6), ((1,), "on_validation_batch_start", 2)],
+        fast=[((1,), "on_validation_batch_start", 2)],
     ),
     ids=str,
 )

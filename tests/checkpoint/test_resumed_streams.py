@@ -127,10 +127,16 @@ def fit(loaders, domain, *, save=None, path=None, kind=Reads, **options):
     return module.seen
 
 
+@pytest.mark.quick_rows(
+    "stream of batches-2-(1,)",
+    "stream that shuffles in a worker-5-(2,)",
+    "batches of the dataset-6-(1,)",
+    "two loaders-9-(2,)",
+)
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
-    ("name", "after", "domain"), choose(LOADERS, [1, 2, 3, 4, 5, 6, 9], [(2,), (1,)])
+    ("name", "after", "domain"), choose(LOADERS, [1, 2, 3, 4, 5, 6, 9], [(2,), (1,)]), ids=str
 )
 def test_reads_on(name, after, domain):
     # the ranks of the pool are daemons, which may have no children such as workers
@@ -154,6 +160,7 @@ class SaveBefore(SaveAfter):
             super().on_train_batch_end(trainer, module)
 
 
+@pytest.mark.quick_rows("two loaders")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", ["stream that shuffles in a worker", "two loaders"])
@@ -164,6 +171,7 @@ def test_reads_on_from_the_beginning_of_an_epoch(name):
     assert fit(LOADERS[name](2), (2,), path=save.path) == seen[BATCHES:]
 
 
+@pytest.mark.quick_rows("3")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("after", [1, 3, 4])
 def test_reads_on_where_a_hook_leaves_out_the_rest_of_epochs(after):

@@ -24,7 +24,7 @@ class Optimized(Tiny):
         return self.make(self.parameters())
 
 
-@pytest.mark.quick_rows("single-lists in the state", "sharded-a tensor in a group")
+@pytest.mark.quick_rows("sharded-a tensor in a group")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("form", ["single", "sharded"])

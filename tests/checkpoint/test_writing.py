@@ -241,6 +241,7 @@ def test_save_weights_replaces_no_folder(tmp_path):
     assert names(tmp_path / "kept.pt") == {"notes.txt", "last.ckpt"}
 
 
+@pytest.mark.quick_rows("sharded")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", ["single", "sharded", "async"])
 def test_a_run_replaces_no_folder_but_a_checkpoint(kind):
