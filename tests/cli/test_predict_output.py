@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_shard import FieldDataset, write_fields
 from lightning_shard.cli import main as cli
 from tests.cli.test_tiles import CONFIG, HERE, Net
+from tests.pairs import choose
 from tests.parity import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
@@ -41,6 +42,7 @@ def test_beside_the_logs_by_default(here, caplog):
     assert f"Predictions: {here / 'predictions'}" in caplog.text
 
 
+@pytest.mark.quick_rows("tiles")
 @pytest.mark.parametrize("tiles", [(), ("--tiles", "3")], ids=["whole", "tiles"])
 def test_into_a_file(tiles, here, monkeypatch):
     predict(here)
@@ -118,8 +120,9 @@ class OfFiles(Net):
         return self.layers(batch["field"]).tanh()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-@pytest.mark.parametrize("output", ["out.zarr", "out.h5", "out"])
+@pytest.mark.parametrize(
+    ("output", "precision"), choose(["out.zarr", "out.h5", "out"], ["32-true", "64-true"])
+)
 def test_no_field_is_in_memory_as_a_whole(output, precision, here):
     fields = np.random.default_rng(0).standard_normal((3, 2, 19, 12)).astype("float32")
     write_fields("in.zarr", 3, [{"field": fields}])

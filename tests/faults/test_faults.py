@@ -15,7 +15,7 @@ from tests.faults.run import LIMIT_S, run
 QUICK = [*FAST, IN_FLIGHT[0], REPLICAS[0]]
 
 
-@pytest.mark.quick_rows("sigint of all, forward, rank 1 of 2", "sigterm, forward, rank 1 of 2")
+@pytest.mark.quick_rows("sigterm, forward, rank 1 of 2")
 @pytest.mark.parametrize(
     "cell",
     [Cell("sigint of all", "forward", 1), *(Cell("sigterm", "forward", rank) for rank in (0, 1))],

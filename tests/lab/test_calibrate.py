@@ -57,6 +57,7 @@ def test_two_ranks_are_measured(tmp_path):
     assert 1e-5 < found.device.per_step < 1  # of a Trainer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_one_rank_has_no_links():
     found = calibrate(1, "cpu", seconds=1e-6)

@@ -44,7 +44,7 @@ def planned(network, shape, cluster, precision="32-true", pin_memory=False):
 
 
 # MiB of a step of plain Lightning that torch's allocator reported on an H100
-@pytest.mark.quick_rows("U-Net", "U-Net 3-D in bfloat16")
+@pytest.mark.quick_rows("U-Net")
 @pytest.mark.parametrize(
     ("make", "shape", "precision", "mebibytes"),
     [

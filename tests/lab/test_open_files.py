@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_shard
 from lightning_shard.lab.predict import predict
 from lightning_shard.memory import free
+from tests.pairs import choose
 
 h5py = pytest.importorskip("h5py")
 
@@ -114,9 +115,7 @@ ASKED = {
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-@pytest.mark.slow_rows("check on ranks-loader", "check on ranks-module")
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(("asked", "given"), choose(ASKED, GIVEN))
 def test_open_files_are_shared(asked, given, fields, tmp_path, monkeypatch):
     module, data = GIVEN[given](fields)
     before = fields.file

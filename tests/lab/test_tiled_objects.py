@@ -120,6 +120,7 @@ def assert_same_module(found: Small, wanted: Small) -> None:
         assert_same(states[0][name].double(), value.double(), name)
 
 
+@pytest.mark.slow_rows("Compiled")
 @pytest.mark.parametrize(
     "make", [HookOverSelf, ActivationOverParameter, ScheduleOverSelf, Compiled]
 )

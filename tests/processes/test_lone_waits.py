@@ -89,8 +89,10 @@ def detach_a_loss_on_one_rank(sharding):
             loss.backward()
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_loss_that_is_detached_on_one_rank(sharding):
+    """By default tests/fsdp/test_plain_gradients.py has what rank 0 says."""
     does = {
         "none": "waits for the others' gradients: its loss reaches no parameter",
         "full": "ends a backward pass in which its loss reaches no parameter",
