@@ -284,4 +284,6 @@ def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) ->
         except BaseException:
             answer(traceback.format_exc())
         finally:
+            if "monkeypatch" in kwargs:  # a copy, which pytest does not undo
+                kwargs["monkeypatch"].undo()
             faulthandler.cancel_dump_traceback_later()

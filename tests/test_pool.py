@@ -35,6 +35,21 @@ def test_bodies_that_were_sent_ahead_are_answered_in_turn():
     again.run(multiply, {"number": 3})
 
 
+def patch(monkeypatch):
+    monkeypatch.setattr(pool, "SILENCE_S", -1)
+
+
+def look():
+    assert pool.SILENCE_S > 0
+
+
+def test_the_next_body_sees_nothing_that_one_has_patched(monkeypatch):
+    """A rank has a copy of the fixture, which pytest does not undo."""
+    ranks = pool.pool_of(1)
+    ranks.run(patch, {"monkeypatch": monkeypatch})
+    ranks.run(look, {})
+
+
 def run_in_a_fork(body, monkeypatch):
     """Run a body on a rank that is forked now; one that hangs is an error."""
     monkeypatch.setattr(pool, "SILENCE_S", 20)
