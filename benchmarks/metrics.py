@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
@@ -239,6 +239,24 @@ class Validation(LightningModule):
             self.refused[name] = f"FAILS: {type(error).__name__}: {first}"
 
 
+class Stably(TorchFunctionMode):
+    """Sorts equal values in their order.
+
+    The function itself stays torch's: the first split tensor loads the rules, which are kept by it.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `torch.argsort` with `stable=True`, and others as they are called."""
+        stable = {"stable": True} if func is torch.argsort else {}
+        return func(*args, **(kwargs or {}), **stable)
+
+
 def outcomes(cases: Sequence[Case], domain: int = 2) -> dict[str, str]:
     """Say of each metric `exact`, why it is refused, or what is wrong; all ranks call it.
 
@@ -256,7 +274,7 @@ def outcomes(cases: Sequence[Case], domain: int = 2) -> dict[str, str]:
         return module, trainer.callback_metrics
 
     one = Trainer(devices=1, plugins=[LightningEnvironment()], accelerator="cpu", **QUIET)
-    with mock.patch("torch.argsort", partial(torch.argsort, stable=True)):
+    with Stably():
         alone, _ = validated(one, sync_on_compute=False)
     strategy = lightning_shard.HybridShardStrategy(domain_parallel_size=domain)
     elastic = TorchElasticEnvironment()

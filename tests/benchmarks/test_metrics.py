@@ -4,45 +4,52 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.metrics import EXACT, cases, outcomes
+from benchmarks.metrics import EXACT, PACKAGES, cases, outcomes
 
-FAST = frozenset({
-    "BinaryAccuracy", "BinaryAUROC", "BinaryROC", "MulticlassJaccardIndex",
-    "MulticlassAveragePrecision", "MultilabelF1Score", "MeanSquaredError", "PearsonCorrCoef",
-    "SpearmanCorrCoef", "R2Score", "DiceScore", "PeakSignalNoiseRatio",
-    "StructuralSimilarityIndexMeasure", "ScaleInvariantSignalNoiseRatio",
-})  # fmt: skip
+PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 
 
-def check(found):
-    other = {name: text for name, text in found.items() if text != EXACT}
-    assert all(text.startswith("refused: ") for text in other.values()), other
+def of_package(package):
+    return [case for case in cases() if case.package == package]
+
+
+def said(package):
+    section = PAGE.read_text().partition(f"\n## {package}: ")[2].partition("\n## ")[0]
+    rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| ")]
+    return dict(rows[2:])
+
+
+def check(chosen, domain):
+    found = outcomes(chosen, domain)
+    expected = said(chosen[0].package)
+    assert {case.name: found[case.key] for case in chosen} == {
+        case.name: expected[case.name] for case in chosen
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_metric_is_in_the_table(package):
+    names = [case.name for case in of_package(package)]
+    assert [*said(package)] == names
+    results = said(package).values()
+    assert all(result == EXACT or result.startswith("refused: ") for result in results)
+
+
+@pytest.mark.spmd(2)
+def test_a_metric_of_the_order_of_values():
+    check([case for case in cases() if case.name == "BinaryAUROC"], 2)
 
 
 @pytest.mark.slow
 @pytest.mark.spmd(2)
-def test_frequent_metrics():
-    check(outcomes([case for case in cases() if case.name in FAST]))
-
-
-@pytest.mark.slow
-@pytest.mark.spmd(4)
-def test_frequent_metrics_over_replicas():
-    check(outcomes([case for case in cases() if case.name in FAST]))
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_metric(package):
+    check(of_package(package), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [2, 4])
-def test_every_metric(domain):
-    check(outcomes([*cases()], domain))
-
-
-@pytest.mark.slow
-@pytest.mark.spmd(2)
-def test_the_table_is_what_is_found():
-    rows = (Path(__file__).parents[2] / "docs/metrics.md").read_text().splitlines()
-    found = outcomes([*cases()])
-    said = [row.strip("| ").split(" | ") for row in rows if row.startswith("| ")]
-    expected = [[case.name, found[case.key]] for case in cases()]
-    assert [row for row in said if row[0] not in ("metric", "---")] == expected
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_metric_on_four_ranks(package, domain):
+    check(of_package(package), domain)
