@@ -23,7 +23,13 @@ from lightning_shard.tensor.calls import counted_calls
 from lightning_shard.tensor.tensor import DomainTensor
 
 _RELATIVE = 1e-4  # kernels of the ranks may round otherwise
-_ONLY_LOOK = {Tensor.register_hook, Tensor.retain_grad}  # one rank alone may do so
+_ONLY_LOOK = {  # one rank alone may do so
+    Tensor.__repr__,
+    Tensor.__format__,
+    Tensor.grad.__get__,
+    Tensor.register_hook,
+    Tensor.retain_grad,
+}
 
 
 class SameSteps:

@@ -239,6 +239,21 @@ def test_replicas_may_compute_other_things_in_their_steps():
     fit_sharded(ComputesAlone("field"), (1,), limit_val_batches=0)
 
 
+class Prints(Featured):
+    """The first process looks at its part in each step."""
+
+    def loss(self, batch):
+        if self.global_rank == 0:
+            y = batch["x"]
+            self.seen = f"{y} {y.shape} {y.to_local().sum()} {y.grad}" + repr(y)
+        return super().loss(batch)
+
+
+@pytest.mark.spmd(2)
+def test_one_rank_may_look_at_its_part_in_a_step():
+    fit_sharded(Prints(), (2,), limit_val_batches=0)
+
+
 @pytest.mark.spmd(2)
 def test_a_step_that_an_exception_has_ended_is_not_compared():
     """The ranks of a run that is interrupted have come to different places of a step."""
