@@ -19,6 +19,7 @@ from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.failures.failure_watch import is_of_processes
+from lightning_shard.processes.torch_private.internals import accessors
 from lightning_shard.tensor.calls import counted_calls
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -26,7 +27,7 @@ _RELATIVE = 1e-4  # kernels of the ranks may round otherwise
 _ONLY_LOOK = {  # one rank alone may do so
     Tensor.__repr__,
     Tensor.__format__,
-    Tensor.grad.__get__,
+    accessors("grad").__get__,
     Tensor.register_hook,
     Tensor.retain_grad,
 }
@@ -171,6 +172,11 @@ class WhenRanksCompare(Callback):
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare what is logged."""
         self._compare(trainer)
+
+    @override
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the steps: predictions are compared with nothing else."""
+        self._compare_steps()
 
 
 _REASON = (

@@ -1,6 +1,6 @@
 """Works around the steps of Lightning's loops: the mean of gradients, and FSDP2's shards."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -116,6 +116,15 @@ class Steps:
         gradients = whole_gradients(domain_mesh(self._mesh), comes_to=members_come_to)
         with replica_world(self._mesh), gradients, self.same.one_step():
             yield
+
+    def evaluate(
+        self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a step that has no backward pass, and shard again what it has gathered."""
+        with self.one_step():
+            output = step(*args, **kwargs)
+        self.reshard(module)
+        return output
 
     @contextmanager
     def backward_of(self, loss: Tensor) -> Generator[Tensor]:

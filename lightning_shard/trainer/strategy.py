@@ -374,18 +374,18 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and shard again what it has gathered."""
-        with self.steps.one_step():
-            output = super().validation_step(*args, **kwargs)
-        self.steps.reshard(self._module)
-        return output
+        return self.steps.evaluate(self._module, super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and shard again what it has gathered."""
-        with self.steps.one_step():
-            output = super().test_step(*args, **kwargs)
-        self.steps.reshard(self._module)
-        return output
+        return self.steps.evaluate(self._module, super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, which counts data replicas; parameters are whole until the end."""
+        with replica_world(self.device_mesh), self.steps.same.one_step():
+            return super().predict_step(*args, **kwargs)
 
     @override
     def on_predict_start(self) -> None:

@@ -12,8 +12,9 @@ from torch.multiprocessing import ProcessRaisedException
 
 from lightning_shard import launch, shard
 from lightning_shard.trainer.same_steps import SameSteps
+from tests import training
 from tests.parity import mesh_of
-from tests.trainer.featured import Featured, fit_sharded
+from tests.trainer.featured import Featured, fit_sharded, loader
 from tests.trainer.test_programs import Pictures
 
 READS = {
@@ -239,6 +240,21 @@ def test_replicas_may_compute_other_things_in_their_steps():
     fit_sharded(ComputesAlone("field"), (1,), limit_val_batches=0)
 
 
+class PredictsAlone(Featured):
+    """The first process doubles what it predicts."""
+
+    def predict_step(self, batch, batch_idx):
+        y = super().predict_step(batch, batch_idx)
+        return y * 2 if self.global_rank == 0 else y
+
+
+@pytest.mark.spmd(2)
+def test_what_one_rank_predicts_alone_is_refused():
+    runner = training.trainer((2,))
+    with pytest.raises(ValueError, match="ranks have computed different steps"):
+        runner.predict(PredictsAlone(), loader(4))
+
+
 class Prints(Featured):
     """The first process looks at its part in each step."""
 
@@ -270,3 +286,39 @@ def test_a_step_that_an_exception_has_ended_is_not_compared():
         field.relu() if rank else field.abs()
     with pytest.raises(ValueError, match=r"Tensor\.abs on split tensors 1 times, and rank 1 0"):
         same.compare(torch.device("cpu"), [0, 0], dist.group.WORLD)
+
+
+class Counts(Featured):
+    """Notes how many ranks each step sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def note(self, name):
+        self.seen[name] = dist.get_world_size(), dist.get_rank()
+
+    def training_step(self, batch, batch_idx):
+        self.note("training")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.note("validation")
+
+    def test_step(self, batch, batch_idx):
+        self.note("test")
+
+    def predict_step(self, batch, batch_idx):
+        self.note("predict")
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_each_step_counts_data_replicas(sharding):
+    """A module that predicts on rank 0 alone by this number would predict a part of a field."""
+    module = Counts()
+    runner = fit_sharded(module, (2,), strategy={"sharding": sharding})
+    runner.test(module, loader(4), verbose=False)
+    runner.predict(module, loader(4))
+    assert module.seen == dict.fromkeys(["training", "validation", "test", "predict"], (1, 0))
+    assert dist.get_world_size() == 2
