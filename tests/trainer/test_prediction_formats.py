@@ -1,6 +1,8 @@
 """Every format of predictions holds each sample once, in the order of the dataset, on any mesh."""
 
 import warnings
+from contextlib import nullcontext
+from unittest import mock
 
 import h5py
 import nibabel
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import PredictionWriter
 from lightning_shard.data.field_sink import Field, FieldSink
+from lightning_shard.trainer.callbacks.shared_arrays import SharedArrays
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
 from tests.trainer.featured import Featured, loader
@@ -257,6 +260,16 @@ def test_names_that_the_first_rank_does_not_have(kind, domain):
         right = [wanted[i] + (name == "late") if i in samples else never for i in range(6)]
         np.testing.assert_allclose(opened[name][:], np.stack(right), rtol=1e-10, atol=1e-12)
     assert not [*path.parent.glob("*.part*")]
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_array_that_one_rank_of_a_domain_sees_late(rank):
+    """Rank 0 puts together what that rank leaves, whose rows do not tell the whole shape."""
+    path = shared_path("late.zarr")
+    unseen = mock.patch.object(SharedArrays, "array", return_value=None)
+    with unseen if torch.distributed.get_rank() == rank else nullcontext():
+        predicts(path, (2,))
 
 
 class Mixed(Featured):

@@ -196,22 +196,30 @@ class PredictionWriter(BasePredictionWriter):
                     with disk_errors(sink.path):
                         array[(index, *where)] = sample
                 elif sample.size or (self._is_first_of_domain and not value.numel()):
-                    self._stage(name, index, where, sample)
+                    self._stage(name, index, where, sample, field.shape)
 
         if isinstance(value, DomainTensor) or self._is_first_of_domain:
             each_part(value, use)
 
-    def _stage(self, name: str, index: int, where: Sequence[slice], values: np.ndarray) -> None:
-        """Leave a part of a sample to the first rank."""
+    def _stage(
+        self,
+        name: str,
+        index: int,
+        where: Sequence[slice],
+        values: np.ndarray,
+        shape: Sequence[int],
+    ) -> None:
+        """Leave a part of a sample, and the shape of the whole, to the first rank."""
         place = self._staged / quote(name, safe="") / str(index)
         starts = [part.start or 0 for part in where] or [0] * values.ndim
         bounds = zip(starts, values.shape, strict=True)
         words = "_".join(f"{start}-{start + count}" for start, count in bounds)
+        whole = "x".join(map(str, shape))
         values = np.ascontiguousarray(values)
         header = np.lib.format.header_data_from_array_1_0(values)
         with disk_errors(self._sink.path):
             place.mkdir(parents=True, exist_ok=True)
-            with (place / f"{words or 'number'}.npy").open("wb") as file:
+            with (place / f"{words or 'number'}.{whole}.npy").open("wb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
                 file.write(memoryview(values))  # pyright: ignore[reportArgumentType] - np.save does not say what failed
 
@@ -279,20 +287,19 @@ class PredictionWriter(BasePredictionWriter):
         for place in sorted(self._staged.glob("*/*")) if self._staged.is_dir() else ():
             name, index = unquote(place.parent.name), int(place.name)
             parts: list[tuple[tuple[slice, ...], np.ndarray]] = []
+            shape: tuple[int, ...] = ()
             for file in sorted(place.iterdir()):
                 if file.suffix == ".pt":
                     self._sink.keep(name, index, torch.load(file, weights_only=True))
                     continue
-                words = [word.split("-") for word in file.stem.split("_") if "-" in word]
+                rows, extents = file.stem.split(".")
+                shape = tuple(int(extent) for extent in extents.split("x") if extent)
+                words = [word.split("-") for word in rows.split("_") if "-" in word]
                 where = tuple(slice(int(start), int(end)) for start, end in words)
                 is_empty = any(part.stop == 0 for part in where)
                 parts.append((where, np.load(file, mmap_mode=None if is_empty else "r")))
             if parts:
                 number = int(name.split("/")[0]) if len(loaders) > 1 else 0
-                shape = tuple(
-                    max(part.stop for part in dim)
-                    for dim in zip(*(p[0] for p in parts), strict=True)
-                )
                 field = Field(len(loaders[number].dataset), shape, parts[0][1].dtype)
                 self._sink.add(name, field)
             for where, values in parts:
