@@ -1,5 +1,6 @@
 """What a loop of Fabric does between the calls of its modules equals one process, or is refused."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -329,3 +330,22 @@ def test_lbfgs_steps_by_the_mean_loss():
     found = steps(net, opt, own(fabric, x), fabric.backward)
     assert_same(torch.stack(found), torch.stack(expected))
     assert_same_weights(net, alone)
+
+
+@pytest.mark.spmd(2)
+def test_a_fabric_that_is_dropped_leaves_a_later_one_as_it_is():
+    """Gradients of latents had become those of each rank's rows, in silence."""
+
+    def slope_of(net, x):
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        (net(x) * scale).square().mean().backward()
+        assert scale.grad is not None
+        return scale.grad
+
+    first = fabric_with(domain_parallel_size=2)
+    later = fabric_with(domain_parallel_size=2)
+    net = later.setup(network())
+    del first
+    gc.collect()
+    x = fields()
+    assert_same(slope_of(net, own(later, x)), slope_of(network(), x))

@@ -125,11 +125,13 @@ def _domain(mesh: DeviceMesh | None) -> Domain | None:
 @contextmanager
 def _running(step: _Step) -> Generator[None]:
     _average_gradients()
-    token = _step.set(step)
+    before = _step.get()
+    _step.set(step)
     try:
         yield
-    finally:
-        _step.reset(token)
+    finally:  # a loop that was dropped ends when it is collected, perhaps within a later one
+        if _step.get() is step:
+            _step.set(before)
 
 
 @contextmanager
