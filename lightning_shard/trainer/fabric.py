@@ -25,7 +25,6 @@ from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.fsdp.no_sync import no_sync
-from lightning_shard.fsdp.same_blocks import members_come_to
 from lightning_shard.lightning import (
     STRATEGY_REGISTRY,
     BackwardSyncControl,
@@ -36,15 +35,13 @@ from lightning_shard.lightning import (
     rank_zero_warn,
 )
 from lightning_shard.ops.elementwise.random import use_exact_random
-from lightning_shard.ops.elementwise.whole_gradients import whole_gradients_in_loop
 from lightning_shard.processes.errors_together import together
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.fabric_modules import (
-    around_backward,
+    around_loop,
     refuse_unreduced,
     shard_again,
-    without_reductions,
 )
 from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered, through
 from lightning_shard.trainer.host import FabricScriptLauncher, own_batches
@@ -60,6 +57,7 @@ from lightning_shard.trainer.replica_samplers import (
     refuse_unread,
     with_sampler,
 )
+from lightning_shard.trainer.same_loop import SameLoop
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.steps import step_by_mean_loss
 from lightning_shard.trainer.streams import compared_at_end
@@ -90,6 +88,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         self._modules: list[nn.Module] = []
         self._samplers_wanted = False
         self._until_end = ExitStack()
+        self._same = SameLoop()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FabricShardStrategy":
         """Return this one: a copy of a module of Fabric, such as an average, runs on its mesh."""
@@ -150,9 +149,8 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         share_seeded_state(self.root_device)
         if self.exact_random is not None:
             self._until_end.enter_context(use_exact_random(self.exact_random))
-        backward = partial(around_backward, self._modules, self.device_mesh)
-        grad = partial(without_reductions, self._modules, self.device_mesh)
-        loop = whole_gradients_in_loop(self.domain_mesh, grad, backward, members_come_to)
+        self._same.begin_loop(self.domain_mesh, self.root_device)
+        loop = around_loop(self._modules, self.device_mesh, self.domain_mesh, self._same)
         self._until_end.enter_context(loop)
 
     @override
@@ -282,7 +280,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
             loader.worker_init_fn = partial(seed.func, rank=replica)
         if self.world_size == 1:
             return loader
-        return through(loader, partial(self._batches, loader))
+        return through(loader, lambda begin: self._same.batches(self._batches(loader, begin)))
 
     def _batches(
         self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]

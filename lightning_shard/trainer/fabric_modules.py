@@ -1,17 +1,21 @@
 """Looks after the modules of a loop of Fabric, between the calls of them."""
 
-from collections.abc import Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard.fsdp.no_sync import without_reduction
 from lightning_shard.fsdp.plain_gradients import plain_gradients_of
+from lightning_shard.fsdp.same_blocks import members_come_to
 from lightning_shard.fsdp.step_writes import GATHERED
 from lightning_shard.fsdp.unused_parameters import unused_parameters_of
+from lightning_shard.ops.elementwise.whole_gradients import whole_gradients_in_loop
 from lightning_shard.processes.replica_world import replica_world
+from lightning_shard.trainer.same_loop import SameLoop
 
 
 def refuse_unreduced(modules: Iterable[nn.Module], optimizer: Optimizer) -> None:
@@ -42,19 +46,37 @@ def shard_again(module: nn.Module) -> None:
         gathered.shard_again()
 
 
+def around_loop(
+    modules: Iterable[nn.Module], mesh: DeviceMesh, domain_mesh: DeviceMesh, same: SameLoop
+) -> AbstractContextManager[None]:
+    """Let what a loop does outside of its modules see whole gradients.
+
+    Args:
+        modules: The modules of the loop, to which others may be added.
+        mesh: The mesh of all processes.
+        domain_mesh: The ranks that share samples.
+        same: Compares the losses of ranks that share samples.
+    """
+    backward = partial(_around_backward, modules, mesh, same)
+    grad = partial(_without_reductions, modules, mesh)
+    return whole_gradients_in_loop(domain_mesh, grad, backward, members_come_to)
+
+
 @contextmanager
-def around_backward(modules: Iterable[nn.Module], mesh: DeviceMesh) -> Generator[None]:
+def _around_backward(
+    modules: Iterable[nn.Module], mesh: DeviceMesh, same: SameLoop, outputs: Sequence[Tensor]
+) -> Generator[None]:
     """Keep what a loop wrote after forward, which FSDP2 forgets; collectives count replicas."""
     for module in modules:
         gathered = module.__dict__.get(GATHERED)
         if gathered is not None:
             gathered.keep_writes_of_loop()
-    with replica_world(mesh):
+    with replica_world(mesh), same.backward(outputs):
         yield
 
 
 @contextmanager
-def without_reductions(modules: Iterable[nn.Module], mesh: DeviceMesh) -> Generator[None]:
+def _without_reductions(modules: Iterable[nn.Module], mesh: DeviceMesh) -> Generator[None]:
     """Let `torch.autograd.grad` reduce no gradients of modules; collectives count replicas."""
     with ExitStack() as stack:
         stack.enter_context(replica_world(mesh))

@@ -27,6 +27,7 @@ _RELATIVE = 1e-4  # kernels of the ranks may round otherwise
 _ONLY_LOOK = {  # one rank alone may do so
     Tensor.__repr__,
     Tensor.__format__,
+    Tensor.detach,
     accessors("grad").__get__,
     Tensor.register_hook,
     Tensor.retain_grad,
@@ -76,12 +77,12 @@ class SameSteps:
             counted_calls.reset(token)
 
     def compare(self, device: torch.device, replicas: Sequence[int], group: Any) -> None:
-        """Compare the steps since the last call; all ranks must call this.
+        """Compare the steps since the last call; all ranks of the group must call this.
 
         Args:
             device: The device of this rank's collectives.
-            replicas: The data replica of each rank.
-            group: All ranks.
+            replicas: The data replica of each rank of the group.
+            group: All ranks, or those that share samples.
 
         Raises:
             DisagreementError: Ranks that share samples have called other functions, or have other
@@ -108,13 +109,14 @@ class SameSteps:
         if differs[:, 1].any():
             everywhere: list[Any] = [None] * len(replicas)
             dist.all_gather_object(everywhere, names, group)
-            _refuse_other_calls(everywhere, replicas)
+            _refuse_other_calls(everywhere, replicas, dist.get_process_group_ranks(group))
         if differs.any():
-            rank = int(differs[:, 0].nonzero()[0])
-            first = replicas.index(replicas[rank])
+            place = int(differs[:, 0].nonzero()[0])
+            ranks = dist.get_process_group_ranks(group)
+            first, rank = ranks[replicas.index(replicas[place])], ranks[place]
             raise DisagreementError(
-                f"the losses of these steps differ: they add up to {wanted[rank, 0]:.6g} on rank "
-                f"{first} and to {found[rank, 0]:.6g} on rank {rank}, which share their samples. "
+                f"the losses of these steps differ: they add up to {wanted[place, 0]:.6g} on rank "
+                f"{first} and to {found[place, 0]:.6g} on rank {rank}, which share their samples. "
                 f"{_REASON}"
             )
 
@@ -185,14 +187,17 @@ _REASON = (
 )
 
 
-def _refuse_other_calls(calls: Sequence[Counter[str]], replicas: Sequence[int]) -> None:
+def _refuse_other_calls(
+    calls: Sequence[Counter[str]], replicas: Sequence[int], ranks: Sequence[int]
+) -> None:
     """Raise of the first function that ranks of one replica have called in other numbers."""
-    for rank, replica in enumerate(replicas):
+    for place, replica in enumerate(replicas):
         first = replicas.index(replica)
-        for name in sorted(calls[rank] | calls[first]):
-            here, there = calls[rank][name], calls[first][name]
+        for name in sorted(calls[place] | calls[first]):
+            here, there = calls[place][name], calls[first][name]
             if here != there:
                 raise DisagreementError(
-                    f"the ranks have computed different steps: rank {first} has called {name} on "
-                    f"split tensors {there} times, and rank {rank} {here} times. {_REASON}"
+                    f"the ranks have computed different steps: rank {ranks[first]} has called "
+                    f"{name} on split tensors {there} times, and rank {ranks[place]} {here} times. "
+                    f"{_REASON}"
                 )

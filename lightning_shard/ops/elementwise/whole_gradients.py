@@ -71,14 +71,14 @@ class _Step:
     Attributes:
         domain: The ranks over which plain gradients are averaged; None: none.
         around: A context for each call of `torch.autograd.grad`.
-        around_backward: A context for each other backward pass.
+        around_backward: Gives a context for each other backward pass, which is told its outputs.
         is_loop: True for a loop, which also computes what is not split.
         comes_to: Lets the ranks of the domain compare what they do with gradients.
     """
 
     domain: Domain | None
     around: Callable[[], AbstractContextManager[Any]]
-    around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around_backward: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext
     is_loop: bool = False
     comes_to: ComesTo | None = None
 
@@ -104,7 +104,7 @@ def whole_gradients(
 def whole_gradients_in_loop(
     mesh: DeviceMesh,
     around: Callable[[], AbstractContextManager[Any]],
-    around_backward: Callable[[], AbstractContextManager[Any]],
+    around_backward: Callable[[Sequence[Tensor]], AbstractContextManager[Any]],
     comes_to: ComesTo | None = None,
 ) -> AbstractContextManager[None]:
     """Inside, what a loop of the user's own does outside of its modules sees whole gradients, too.
@@ -112,7 +112,7 @@ def whole_gradients_in_loop(
     Args:
         mesh: The domain mesh.
         around: A context that is opened for each call of `torch.autograd.grad`.
-        around_backward: A context that is opened for each other backward pass.
+        around_backward: Gives a context for each other backward pass, which is told its outputs.
         comes_to: Raises where other ranks of the domain do something else with gradients.
     """
     return _running(_Step(_domain(mesh), around, around_backward, is_loop=True, comes_to=comes_to))
@@ -240,7 +240,7 @@ def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
             return _averaged_over(step, inputs, lambda: run(outputs, *args, **kwargs))
         handles = [see_whole_gradient(leaf) for leaf in _leaves_of(step, outputs)]
         try:
-            with step.around_backward():
+            with step.around_backward(outputs):
                 return run(outputs, *args, **kwargs)
         finally:
             for handle in filter(None, handles):
