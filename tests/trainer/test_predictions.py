@@ -123,6 +123,21 @@ def test_several_loaders_of_records(domain, kind):
             predictions_in_order(runner, unlike)
 
 
+@pytest.mark.spmd(1)
+def test_predictions_of_an_earlier_run_are_refused():
+    """The order of another loader had been taken for theirs, and what it has not was left out."""
+    runner, module = training.trainer((1,)), Featured()
+    earlier = runner.predict(module, loader(2, 6))
+    runner.predict(module, loader(2, 4))
+    with pytest.raises(ValueError, match=r"of 3 batches, .* predicted 2 batches: .*call"):
+        predictions_in_order(runner, earlier)
+    last = runner.predict(module, loader(2, 6))
+    assert len(predictions_in_order(runner, last)) == 6
+    runner.test(module, loader(2, 4), verbose=False)
+    with pytest.raises(ValueError, match=r"of 3 batches, .* predicted none: .*before the trainer"):
+        predictions_in_order(runner, last)
+
+
 class Returns(Featured):
     def predict_step(self, batch, batch_idx):
         return self.made

@@ -320,11 +320,12 @@ def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
     use `PredictionWriter`.
 
     Args:
-        trainer: After `trainer.predict`.
+        trainer: After `trainer.predict`, and before it runs anything else.
         batches: The list that it returned on this rank for one dataloader, with samples in dim 0.
 
     Raises:
-        ValueError: The dataloader does not say which samples are in a batch.
+        ValueError: The dataloader does not say which samples are in a batch, or the list has not as
+            many batches as the last `trainer.predict` has read.
     """
     loader = _loader_of(trainer, batches)
     mine: dict[int, Any] = {}
@@ -349,12 +350,19 @@ def _loader_of(trainer: Trainer, batches: Sequence[Any]) -> Any:
     """Return the dataloader whose predictions these are.
 
     Raises:
-        ValueError: There are several, and it is the list of none.
+        ValueError: There are several, and it is the list of none; or there is none any more.
     """
     loaders = tree_leaves(trainer.predict_dataloaders)
+    returned = [] if loaders == [None] else trainer.predict_loop.predictions
     if len(loaders) == 1:
-        return loaders[0]
-    returned = trainer.predict_loop.predictions
+        if loaders[0] is not None and len(returned) in (0, len(batches)):
+            return loaders[0]
+        last = f"{len(returned)} batches" if returned else "none"
+        raise ValueError(
+            f"these are predictions of {len(batches)} batches, and the last run of the trainer "
+            f"predicted {last}: the order is that of the last run, so call predictions_in_order "
+            "after trainer.predict, before the trainer runs anything else."
+        )
     places = [place for place, each in enumerate(returned) if each is batches]
     if not places:
         raise ValueError(
