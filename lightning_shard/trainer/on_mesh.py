@@ -18,6 +18,8 @@ from lightning_shard.lightning import (
     FabricPrecision,
 )
 from lightning_shard.processes.mesh import Sharding
+from lightning_shard.tensor.placement import is_field, pack, unpack
+from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.checkpoint_io import Format, complete_io
@@ -268,9 +270,23 @@ class OnMesh:
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather one entry per data replica, along a new first dim."""
-        group = self.data_group if group in (None, dist.group.WORLD) else group
-        return self.peers.all_gather(tensor, self.root_device, group=group, sync_grads=sync_grads)
+        """Gather one entry per data replica, along a new first dim.
+
+        Of a split tensor each rank gathers its own part, so the result is split alike.
+        """
+        if group not in (None, dist.group.WORLD):
+            return self.peers.all_gather(
+                tensor, self.root_device, group=group, sync_grads=sync_grads
+            )
+        if is_field(tensor) and self.replicas == 1:
+            with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+                return torch.stack([tensor])
+        is_split = isinstance(tensor, DomainTensor)
+        own, like = unpack(tensor) if is_split else (tensor, None)
+        every = self.peers.all_gather(
+            own, self.root_device, group=self.data_group, sync_grads=sync_grads
+        )
+        return every if like is None else torch.stack([pack(part, like) for part in every])
 
 
 def register(

@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_shard.checkpoint.state import full_module_state
 from tests.pairs import choose
+from tests.trainer import featured
 from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
 from tests.training import MODELS, Fields, loader, make, trainer
 
@@ -156,3 +158,46 @@ def test_a_step_returns_its_batch_itself(sharding):
     batches = DataLoader([{"x": torch.randn(1, 7, 4).double()} for _ in range(2)], 1)
     trainer((2,), strategy={"sharding": sharding}).test(module, batches, verbose=False)
     assert module.same == [True, True]
+
+
+class Gathers(Featured):
+    """Keeps what it predicts, and gathers it from all replicas at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def predict_step(self, batch, batch_idx):
+        self.kept.append(self(batch["x"]))
+
+    def on_predict_epoch_end(self):
+        self.found = self.all_gather(torch.cat(self.kept))
+
+
+def assert_gathers(module, replicas):
+    with torch.no_grad():
+        expected = module(torch.stack([featured.sample(i)["x"] for i in range(4)]))
+    found = lightning_shard.gather(module.found)
+    assert found.shape == (replicas, 4 // replicas, *expected.shape[1:])
+    by_replica = torch.stack([expected[i::replicas] for i in range(replicas)])
+    torch.testing.assert_close(found, by_replica, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.quick_rows("2x2")
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(2,), (4,), (2, 2)], ids=["2x2", "1x4", "1x(2x2)"])
+def test_split_fields_are_gathered_over_replicas(domain):
+    """Each rank gathers its own rows."""
+    module, runner = Gathers(), trainer(domain)
+    runner.predict(module, featured.loader(1, 4), return_predictions=False)
+    assert isinstance(module.found, lightning_shard.DomainTensor)
+    assert_gathers(module, runner.strategy.replicas)
+
+
+@pytest.mark.spmd(1)
+def test_fields_in_tiles_are_gathered_over_one_replica():
+    module = Gathers()
+    strategy, environment = lightning_shard.TiledStrategy(3), LightningEnvironment()
+    runner = Trainer(devices=1, strategy=strategy, plugins=environment, **featured.QUIET)
+    runner.predict(module, featured.loader(2, 4), return_predictions=False)
+    assert_gathers(module, 1)

@@ -200,8 +200,11 @@ def test_collectives_count_samples_once():
     assert fabric.broadcast(fabric.global_rank, src=3) == 3
     fabric.barrier()
     batch = next(iter(fabric.setup_dataloaders(DataLoader(torch.randn(4, 1, 6, 5), 2))))
-    with pytest.raises(lightning_shard.UnsupportedOperationError, match="gather"):
-        fabric.all_gather(batch)
+    gathered = fabric.all_gather(batch)
+    assert isinstance(gathered, lightning_shard.DomainTensor)
+    assert gathered.shape == (2, 2, 1, 6, 5)
+    mine = lightning_shard.gather(batch)
+    assert torch.equal(lightning_shard.gather(gathered)[replica], mine)
 
 
 @pytest.mark.spmd(2)
