@@ -14,14 +14,16 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_shard.cli import main as cli
 from lightning_shard.cli.run_state import words_of_a_failure, words_of_an_interrupt
+from tests.checkpoint.tiny import leave_group
 from tests.cli.stopped import AT_STEP
 from tests.cli.test_configs import FOLDER, NETWORK, SMALLER
 
 RUN_S = 300
 TRAINER = {
     "accelerator": "cpu", "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1,
-    "limit_test_batches": 1, "callbacks+": "tests.cli.stopped.WaitForSignal",
+    "limit_test_batches": 1,
 }  # fmt: skip
 BATCHES = {"batch_size": 2, "num_train": 16}
 # beside test_configs.SMALLER: data of more than one batch, and networks of the tutorials
@@ -39,6 +41,11 @@ MORE = {
     "whole_ct": {"data": BATCHES | {"batch_size": 1}},
 }
 NEEDS_FILES = {"t5_wikihow"}
+IN_NEW_PROCESSES = {  # as a user starts them; of each kind one
+    "mnist_cnn",  # one process
+    "tutorials/t5",  # with FSDP2, and workers that read data
+    "tutorials/shardtensor_cnn",  # four ranks, three of which the first one starts
+}
 NAMES = [
     str(path.relative_to(FOLDER).with_suffix(""))
     for path in sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("tutorials/*.yaml")])
@@ -55,11 +62,13 @@ def start(command, folder):
     )  # fmt: skip
 
 
-def options(name):
-    chosen = [("trainer", TRAINER)]
+def command_line(name, callback):
+    """The words of a short run of a config, with a callback of stopped.py."""
+    chosen = [("trainer", TRAINER | {"callbacks+": f"tests.cli.stopped.{callback}"})]
     for table in (SMALLER, MORE):
         chosen += [(f"{part}.init_args", v) for part, v in table.get(name, {}).items()]
-    return [f"--{part}.{key}={value}" for part, values in chosen for key, value in values.items()]
+    options = [f"--{part}.{key}={v}" for part, values in chosen for key, v in values.items()]
+    return ["fit", "--config", str(FOLDER / f"{name}.yaml"), *options]
 
 
 def finish(process):
@@ -83,8 +92,7 @@ def stop_and_go_on(name, folder, number, *more, ranks=1, send=os.killpg, by=()):
         send: Sends the signal, given the number of the first process.
         by: The words that start a launcher.
     """
-    config = str(FOLDER / f"{name}.yaml")
-    words = [*by, "-m", "lightning_shard", "fit", "--config", config, *options(name), *more]
+    words = [*by, "-m", "lightning_shard", *command_line(name, "WaitForSignal"), *more]
     run, deadline = start(words, folder), time.monotonic() + RUN_S
     while len([*folder.glob("waits_*")]) < ranks and run.poll() is None:
         if time.monotonic() > deadline:
@@ -96,27 +104,60 @@ def stop_and_go_on(name, folder, number, *more, ranks=1, send=os.killpg, by=()):
         (folder / "sent").touch()
     output = finish(run)
     assert run.returncode == (1 if by or number == signal.SIGINT else 143), output
+    step, line = what_it_says(output, folder)
+    again = start([*by, *line], folder)
+    output = finish(again)
+    assert again.returncode == 0, output
+    assert steps_at_which_runs_began(folder) == [0, step]
+    return output
+
+
+def what_it_says(output, folder):
+    """The step at which a run was interrupted, and the words after `python` of its line."""
     (step,) = map(int, re.findall(r"^Interrupted after step (\d+)\.$", output, re.MULTILINE))
     assert step >= AT_STEP
     (line,) = re.findall(r"^Resume: python (.*)$", output, re.MULTILINE)
-    last = Path(shlex.split(line)[-1])
+    words = shlex.split(line)
+    last = Path(words[-1])
     assert last.name == "last.ckpt"
     assert torch.load(folder / last, weights_only=False)["global_step"] == step
-    again = start([*by, *shlex.split(line)], folder)
-    output = finish(again)
-    assert again.returncode == 0, output
-    assert [int(line) for line in (folder / "begun").read_text().split()] == [0, step]
-    return output
+    return step, words
+
+
+def steps_at_which_runs_began(folder):
+    return [int(line) for line in (folder / "begun").read_text().split()]
 
 
 @pytest.mark.slow  # each command line imports all, twice
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(IN_NEW_PROCESSES))
 def test_the_line_goes_on_after_ctrl_c(name, tmp_path):
-    if name == "aurora":
-        pytest.importorskip("aurora", reason="microsoft-aurora is not installed")
     ranks = 4 if name == "tutorials/shardtensor_cnn" else 1
     stop_and_go_on(name, tmp_path, signal.SIGINT, ranks=ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.filterwarnings("default")  # as in a new process: so short runs cause some
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in IN_NEW_PROCESSES])
+def test_the_line_goes_on_in_this_process(name, tmp_path, monkeypatch, capsys):
+    if name == "aurora":
+        pytest.importorskip("aurora", reason="microsoft-aurora is not installed")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        run(command_line(name, "InterruptsItself"))
+    assert exit_info.value.code == 1
+    step, line = what_it_says(capsys.readouterr().err, tmp_path)
+    assert line[:2] == ["-m", "lightning_shard"]
+    run(line[2:])
+    assert steps_at_which_runs_began(tmp_path) == [0, step]
+
+
+def run(words):
+    try:
+        cli.main(words)
+    finally:
+        leave_group()
 
 
 WAYS = {  # of SIGTERM: the words of the command line, the number of ranks, who gets it
