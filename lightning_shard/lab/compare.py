@@ -219,7 +219,7 @@ def _check_step(data: Data, task: Task, mesh: Mesh, stage: Stage) -> StepCheck:
 
     found = compare(task)
     narrow = "16" in str(task.trainer.get("precision"))  # a small fault hides in its rounding
-    if found.refused or (found.is_exact and not narrow):
+    if found.refused or not (found.beyond or narrow):
         return found
     beyond = not found.worst <= NARROW or found.unsteady
     if beyond if narrow else "precision" in task.trainer:
@@ -258,7 +258,7 @@ def _compared(alone: Record, ranks: Record, stage: Stage) -> StepCheck:
             ranks.gradients | ranks.buffers, expected, norm_of_all(expected.values())
         )
         found.tolerance = tolerance_of(expected)
-        found.apart = ranks.apart
+        found.apart, found.apart_in_steps = ranks.apart, ranks.apart_in_steps
         found.logged, found.tolerance_of_logged = logged, tolerance
     else:
         expected = values
@@ -365,6 +365,7 @@ def _certify_in(found: Certificate, task: Task, meshes: Sequence[Mesh], precisio
             continue
         compared.losses, compared.weights = _differences_by_step(run, alone)
         step = compared.first_beyond
+        compared.failed = "" if step is not None else next(iter(run.apart_in_steps), "")
         if step is not None and found.culprit is None:
             found.culprit = find_culprit(task, ranks, step, bounds[step])
             found.culprit_on = f"{compared.ranks} in {precision}"

@@ -32,6 +32,7 @@ from lightning_shard.tensor import autograd_function, gathering
 from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.tensor.placement import gather
 from lightning_shard.trainer.split_summary import SplitSummary, split_summary
+from lightning_shard.trainer.strategy import HybridShardStrategy
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Record:
         gathered: Functions without a rule for split tensors, which ran on gathered ones.
         functions: Custom autograd Functions among them.
         refused: The sentence with which the run stopped at an operation that cannot be split.
+        apart_in_steps: Sentences of what ranks that share samples compute differently.
         split: The entries of the first batch that were split.
     """
 
@@ -84,6 +86,7 @@ class Record:
     gathered: list[str] = field(default_factory=list[str])
     functions: list[str] = field(default_factory=list[str])
     refused: str = ""
+    apart_in_steps: list[str] = field(default_factory=list[str])
     split: SplitSummary = field(default_factory=SplitSummary)
 
 
@@ -168,6 +171,12 @@ class _Recorder(Callback):
         self._found, self._values, self._look, self._nudged = found, values, inspection, nudged
         self._outputs: Outputs | None = None
         self._looked = set[Optimizer]()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Go on where ranks compute different things: the numbers say how far that matters."""
+        if isinstance(trainer.strategy, HybridShardStrategy):
+            trainer.strategy.steps.same.told = self._found.apart_in_steps
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -43,6 +43,8 @@ class StepCheck:
         tolerance_of_logged: The largest of these that rounding explains.
         apart: The relative difference of gradients and buffers of a training step between ranks
             that share each sample.
+        apart_in_steps: Sentences of what these ranks compute differently in a training step, with
+            which a training stops.
         nan: The values of one process that are NaN, or have it in them.
         unsteady: The values that differ between two runs in one process, too, if any differ.
         culprit: The first place of a training step whose output differs, if the step does.
@@ -61,6 +63,7 @@ class StepCheck:
     logged: dict[str, float] = field(default_factory=dict[str, float])
     tolerance_of_logged: float = 0.0
     apart: dict[str, float] = field(default_factory=dict[str, float])
+    apart_in_steps: list[str] = field(default_factory=list[str])
     nan: list[str] = field(default_factory=list[str])
     unsteady: frozenset[str] = frozenset()
     culprit: Culprit | None = None
@@ -97,7 +100,7 @@ class StepCheck:
     @property
     def is_exact(self) -> bool:
         """True if the step ran, and gave the numbers of one process."""
-        return not self.refused and not self.beyond
+        return not self.refused and not self.beyond and not self.apart_in_steps
 
     def _compared(self, values: Mapping[str, float]) -> dict[str, float]:
         left_out = self.not_compared
@@ -116,7 +119,7 @@ class StepCheck:
         """
         if self.refused:
             return [f"On {ranks} the {self.name} stopped: {self.refused}"]
-        verdict = "equals" if self.is_exact else "DIFFERS FROM"
+        verdict = "DIFFERS FROM" if self.beyond else "equals"
         lines = [f"One {self.name} on {ranks} {verdict} that of one process:"]
         kind = "parameters and buffers" if self.is_training else "outputs and logged values"
         if self.loss is not None:
@@ -144,7 +147,8 @@ class StepCheck:
                 f"  These numbers are from float64, since {self.rounding:.1e} in the module's own "
                 "precision left a doubt."
             ]
-        if not self.is_exact:
+        lines += [f"  A training stops: {sentence}" for sentence in self.apart_in_steps]
+        if self.beyond:
             lines += [f"  More than {self.tolerance:.0e} is not rounding. {self._reason}"]
         if self.culprit is not None:
             lines += [f"  Where: {self.culprit.place}."]

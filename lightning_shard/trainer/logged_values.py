@@ -270,7 +270,12 @@ class LoggedValues:
     def _compare_steps(self) -> None:
         if self._is_possible():
             with self.exchanges("compares its steps"):
-                self._steps.compare(self._device, self._replicas, self._world)
+                try:
+                    self._steps.compare(self._device, self._replicas, self._world)
+                except DisagreementError as error:
+                    if self._steps.told is None:
+                        raise
+                    self._steps.told.append(str(error))
 
     def _is_possible(self) -> bool:
         several = dist.is_initialized() and dist.get_world_size(self._world) > 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import nn
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_modules import DarcyDataModule, TFNODarcy
+from lightning_shard.lab.batches import first_batches
+from lightning_shard.lab.record import Inspection, record_here
+from lightning_shard.lab.run import Task
 from lightning_shard.tensor import gathering
 from tests.tensor.test_escape import Cube
 
@@ -156,17 +160,56 @@ def test_rounding_is_told_from_mistakes():
     assert "These numbers are from float64, since " in str(found)
 
 
+class Local(Net):
+    """Scales its loss by what one rank alone has."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"]
+        rows = x.to_local() if hasattr(x, "to_local") else x
+        return super().training_step(batch, batch_idx) * (1 + rows.mean().abs())
+
+
+class Looks(Net):
+    """Computes a further number on the first rank, which changes nothing."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 0:
+            batch["x"].sin()
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.slow
 def test_what_differs_is_said():
-    class Local(Net):
-        def training_step(self, batch, batch_idx):
-            x = batch["x"]
-            rows = x.to_local() if hasattr(x, "to_local") else x
-            return super().training_step(batch, batch_idx) * (1 + rows.mean().abs())
-
     found = lightning_shard.check(Local(), data())
     assert not found.is_exact
     assert "DIFFERS FROM that of one process" in str(found)
+    assert "A training stops: the losses of these steps differ: " in str(found)
+
+
+@pytest.mark.slow
+def test_what_stops_a_training_is_said_where_the_numbers_are_equal():
+    found = lightning_shard.check(Looks(), data(), precision="64-true")
+    assert not found.is_exact
+    assert "equals that of one process" in str(found)
+    assert "A training stops: the ranks have computed different steps: " in str(found)
+    assert "is not rounding" not in str(found)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [(Local, "the losses of these steps differ: "), (Looks, "the ranks have computed different")],
+)
+def test_a_step_that_differs_between_ranks_is_recorded(module, sentence):
+    """A training ends with an error there, and so did the check that explains it."""
+    torch.manual_seed(0)
+    module = module()
+    task = Task(module, None, first_batches(module, data(), "fit"), (1, 2))
+    found = record_here(task, Inspection())
+    (said,) = found.apart_in_steps
+    assert said.startswith(sentence)
+    assert len(found.losses) == 1
+    assert dist.get_rank() or found.gradients.keys() == dict(module.named_parameters()).keys()
 
 
 def test_several_loaders_are_refused():
