@@ -250,16 +250,17 @@ def predicted(cases: Iterable[Case], stored: dict[str, Stored], timed: Timed) ->
         known = stored.get(f"{case['ranks']}, {case['gigabits']}")
         if steps and (known or case["ranks"] == 1):
             time_ = _replayed(steps, _read(known or []))
-            memory = _memory(case["network"], tuple(case["mesh"]))
+            memory = planned_memory(case["network"], tuple(case["mesh"]))
             found.append(case | {"predicted": time_ | {"memory": memory}})
     return found
 
 
 @cache
-def _memory(network: str, mesh: Mesh) -> int:
-    """The peak of bytes, which is the same on all devices."""
+def planned_memory(network: str, mesh: Mesh) -> int:
+    """The peak of bytes in tensors, which is the same on all devices."""
     cluster = read_cluster(f"{math.prod(mesh)}xH100")
-    return predict(*task_and_data(network, 1), mesh, cluster).memory
+    bare = replace(cluster.device, workspace=0, workspaces={})  # a GPU's kernels take more
+    return predict(*task_and_data(network, 1), mesh, replace(cluster, device=bare)).memory
 
 
 def _replayed(steps: Sequence[tuple[Timeline, ...]], known: MeasuredLinks) -> dict[str, float]:

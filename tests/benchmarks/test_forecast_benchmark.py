@@ -1,5 +1,6 @@
 """The comparison of predicted with measured steps: its figures, and one real run."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import slow_links
-from benchmarks.forecast import by_network, merged, regret, report, rows, summary
-from lightning_shard import launch
+from benchmarks.forecast import FILE, by_network, merged, regret, report, rows, summary
+from lightning_shard import launch, plan
 from lightning_shard.lab.batches import first_batches
 from lightning_shard.lab.calibrate import measured_links
 from lightning_shard.lab.replay import Replay
@@ -71,11 +72,21 @@ def test_steps_of_all_ranks_are_timed_and_replayed():
 def test_measures_on_links_of_the_kernel(tmp_path):
     if lack := slow_links.missing():
         pytest.skip(lack)
-    command = [sys.executable, "-m", "benchmarks.forecast", "--networks", "TFNO", "--ranks", "2"]
+    command = [sys.executable, "-m", "benchmarks.forecast", "--networks", "CNN", "--ranks", "2"]
     options = ["--gigabits", "1", "--rounds", "1", "--steps", "2", "--output", str(tmp_path)]
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, check=True, timeout=500,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    assert "| TFNO | 1x2 | 1 |" in done.stdout
-    assert "| TFNO | 2x1 | unthrottled |" in done.stdout
+    assert "| CNN | 1x2 | 1 |" in done.stdout
+    assert "| CNN | 2x1 | unthrottled |" in done.stdout
+    for found in json.loads((tmp_path / FILE).read_text())["cases"]:
+        assert found["predicted"]["memory"] == pytest.approx(found["memory"], rel=0.1)
+
+
+def test_what_kernels_of_a_gpu_take_is_not_predicted_for_a_cpu():
+    """The CNN has convolutions, for which cuDNN takes as much as its tensors."""
+    from benchmarks.forecast_runs import planned_memory, task_and_data
+
+    planned = plan(*task_and_data("CNN", 1), mesh=(1, 2))
+    assert planned_memory("CNN", (1, 2)) == planned.memory
