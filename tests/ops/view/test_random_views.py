@@ -198,7 +198,7 @@ def test_gradients_on_two_by_two():
 @pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_more_gradients():
-    check_gradients(range(20050, 21500), (3,))
+    check_gradients(range(20050, 20530), (3,))
 
 
 @pytest.mark.slow
@@ -216,4 +216,4 @@ def test_two_by_two():
 @pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_more_on_three_ranks():
-    check(range(1000, 3000), (3,))
+    check(range(1000, 1670), (3,))
