@@ -22,17 +22,15 @@ from tests.training import shared_path
 
 
 class CountedSteps(Callback):
-    """Counts what this rank sends in the batches from `first` to `last`."""
+    """Counts what this rank sends from the end of the batch before `first` to that of `last`."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+    def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == self.first:
             self.open = counted()
             self.traffic = self.open.__enter__()
-
-    def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == self.last + 1:
             self.open.__exit__(None, None, None)
 
