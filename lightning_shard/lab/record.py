@@ -176,7 +176,7 @@ class _Recorder(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Go on where ranks compute different things: the numbers say how far that matters."""
         if isinstance(trainer.strategy, HybridShardStrategy):
-            trainer.strategy.steps.same.told = self._found.apart_in_steps
+            trainer.strategy.steps.same.differences = self._found.apart_in_steps
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

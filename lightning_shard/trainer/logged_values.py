@@ -273,9 +273,9 @@ class LoggedValues:
                 try:
                     self._steps.compare(self._device, self._replicas, self._world)
                 except DisagreementError as error:
-                    if self._steps.told is None:
+                    if self._steps.differences is None:
                         raise
-                    self._steps.told.append(str(error))
+                    self._steps.differences.append(str(error))
 
     def _is_possible(self) -> bool:
         several = dist.is_initialized() and dist.get_world_size(self._world) > 1

@@ -38,13 +38,13 @@ class SameSteps:
     """Remembers what the steps of this rank have computed since they were last compared.
 
     Attributes:
-        told: Sentences of differences, in a run that goes on to see how far its numbers are wrong;
-            None in one that a difference ends.
+        differences: Sentences that tell them, in a run that goes on to see how far its numbers are
+            wrong; None in one that a difference ends.
     """
 
     def __init__(self) -> None:
         """Begin without ranks that share samples."""
-        self.told: list[str] | None = None
+        self.differences: list[str] | None = None
         self._calls = Counter[Any]()
         self._losses: Tensor | None = None
         self._is_shared = False
