@@ -335,9 +335,9 @@ class Gathers(Featured):
         gathered = self.all_gather(error)
         assert gathered.shape == (replicas,)
         self.gathered = gathered
-        if self.trainer.strategy.domain_size > 1:
-            with pytest.raises(UnsupportedOperationError, match="gather"):
-                self.all_gather(batch["x"])
+        fields = self.all_gather(batch["x"])
+        assert fields.shape == (replicas, *batch["x"].shape)
+        assert type(fields) is type(batch["x"])  # a split tensor stays split
 
 
 @pytest.mark.spmd(4)
