@@ -40,10 +40,6 @@ from tests import quick_dtensor
 # of its own: "AST constructor recursion depth mismatch"
 assert loaded_by_forward_mode
 PR_SET_PDEATHSIG = 1  # of Linux
-OF_A_LAUNCHER = (
-    "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-    "TORCHELASTIC_RUN_ID",
-)  # fmt: skip
 UNPATCHED = "SHARD_TESTS_UNPATCHED" in os.environ  # set by `tests/run --unpatched`
 SILENCE_S = 120  # of all ranks, before the pool is given up
 STACKS_S = 100  # after which the ranks print, one after another, where their threads are
@@ -276,10 +272,11 @@ def reuse_groups() -> None:
 
 def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) -> None:
     """Run the bodies that come, for ever."""
-    own = {name: os.environ[name] for name in OF_A_LAUNCHER if name in os.environ}
     while True:
         body, kwargs = next_task()
-        os.environ.update(own)  # what is undone may be patches of the session, which is no rank
+        patches = pytest.MonkeyPatch()
+        if "monkeypatch" in kwargs:  # that of the session would undo what it has patched there
+            kwargs = {**kwargs, "monkeypatch": patches}
         os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test: it would seed samplers
         torch.manual_seed(0)
         # a hang on another machine is hard to see; a signal would not do, Lightning resets all
@@ -290,6 +287,5 @@ def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) ->
         except BaseException:
             answer(traceback.format_exc())
         finally:
-            if "monkeypatch" in kwargs:  # a copy, which pytest does not undo
-                kwargs["monkeypatch"].undo()
+            patches.undo()
             faulthandler.cancel_dump_traceback_later()

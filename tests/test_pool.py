@@ -1,6 +1,7 @@
 """The pool of ranks with which the other tests run."""
 
 import gc
+import os
 import subprocess
 import sys
 import time
@@ -41,11 +42,13 @@ def patch(monkeypatch):
 
 def look():
     assert pool.SILENCE_S > 0
+    assert os.environ["RANK"] == "0"
 
 
 def test_the_next_body_sees_nothing_that_one_has_patched(monkeypatch):
-    """A rank has a copy of the fixture, which pytest does not undo."""
+    """A rank patches itself, and undoes nothing of what the session has patched."""
     ranks = pool.pool_of(1)
+    monkeypatch.delenv("RANK", raising=False)
     ranks.run(patch, {"monkeypatch": monkeypatch})
     ranks.run(look, {})
 
