@@ -272,12 +272,16 @@ def reuse_groups() -> None:
 
 def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) -> None:
     """Run the bodies that come, for ever."""
+    own = dict(os.environ)
     while True:
         body, kwargs = next_task()
+        # a seed of an earlier test would seed samplers; and Lightning takes WORLD_SIZE away
+        for name in os.environ.keys() - own:
+            del os.environ[name]
+        os.environ.update(own)
         patches = pytest.MonkeyPatch()
         if "monkeypatch" in kwargs:  # that of the session would undo what it has patched there
             kwargs = {**kwargs, "monkeypatch": patches}
-        os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test: it would seed samplers
         torch.manual_seed(0)
         # a hang on another machine is hard to see; a signal would not do, Lightning resets all
         faulthandler.dump_traceback_later(STACKS_S + int(os.environ["RANK"]), file=2)

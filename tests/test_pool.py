@@ -38,14 +38,17 @@ def test_bodies_that_were_sent_ahead_are_answered_in_turn():
 
 def patch(monkeypatch):
     monkeypatch.setattr(pool, "SILENCE_S", -1)
+    del os.environ["WORLD_SIZE"]  # as Lightning's environment of one process does as it ends
+    os.environ["PL_GLOBAL_SEED"] = "3"
 
 
 def look():
     assert pool.SILENCE_S > 0
-    assert os.environ["RANK"] == "0"
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+    assert "PL_GLOBAL_SEED" not in os.environ
 
 
-def test_the_next_body_sees_nothing_that_one_has_patched(monkeypatch):
+def test_the_next_body_sees_nothing_that_one_has_changed(monkeypatch):
     """A rank patches itself, and undoes nothing of what the session has patched."""
     ranks = pool.pool_of(1)
     monkeypatch.delenv("RANK", raising=False)
