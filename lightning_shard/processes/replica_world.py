@@ -2,17 +2,19 @@
 
 A module that calls torch.distributed itself, as a codebook does that keeps statistics over all
 processes, adds up results of which each process has its own. The ranks of a domain hold copies of
-one result, so over all processes it would be counted once for each of them. While a step runs, the
-default group of such a call is therefore that of the data replicas: of each domain the rank at the
-same place. `get_world_size()` and `get_rank()` count replicas, and so do `src` and `dst`. The group
-of all processes by name is refused: it would count each rank of a domain.
+one result, so over all processes it would be counted once for each of them. While a step runs, or
+a stage of a Trainer with all its hooks, the default group of such a call is therefore that of the
+data replicas: of each domain the rank at the same place. `get_world_size()` and `get_rank()` count
+replicas, and so do `src` and `dst`. The group of all processes by name is refused: it would count
+each rank of a domain. A barrier counts nothing, and waits for all processes: what one of them has
+written before it all others may read.
 
 Only calls without a group from the user's modules are meant. torch's own parallelism, Lightning,
 torchmetrics and this package ask for the group that they want, and get it.
 
 torch has no public way to say what the default group is. Two functions of its
 `distributed_c10d` decide it for all collectives, however a module has imported these; they are
-replaced when the first step with a domain runs (seen in torch 2.11 to 2.15).
+replaced when the first run or step with a domain begins (seen in torch 2.11 to 2.15).
 
 Another default group for all code that runs in a step was considered, and not taken: `init_mesh`,
 a checkpoint that a step saves, `distribute_tensor` and `new_group` ask for the default group, too,
@@ -23,6 +25,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType, FunctionType
 from typing import Any
@@ -46,34 +49,66 @@ _CARRIERS = {
     "torch.distributed.distributed_c10d",
 }
 
+_NOT_MEANT = (None, "barrier", "monitored_barrier")  # None: infrastructure has called
+
+
+@dataclass(frozen=True, eq=False)
+class _Counted:
+    """Replicas that count, in place of all processes, while something is open."""
+
+    replicas: dist.ProcessGroup
+    processes: dist.ProcessGroup | None
+    is_open: Callable[[], bool]
+
+
 # a variable of the process, not a ContextVar: backward runs in threads that inherit none
-_active: dist.ProcessGroup | None = None
-_refused: dist.ProcessGroup | None = None  # all processes
+_counted: tuple[_Counted, ...] = ()  # the last that is open counts
 
 
 @contextlib.contextmanager
 def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Generator[None]:
     """Send collectives of the user's modules over the data replicas of `mesh`, while open.
 
-    `parallelize` opens it around the module's forward pass and its steps, the strategy also around
-    the backward pass.
+    `parallelize` opens it around the module's forward pass and its steps.
 
     Args:
         mesh: The whole mesh, data and domain axes. Nothing changes for a mesh without a domain.
         domain: The axes along which samples are split; by default those called domain.
     """
-    global _active, _refused
-    replicas = make_replicas(mesh, domain)
-    if replicas is None:
-        yield
-        return
-    _install()
-    before = _active, _refused
-    _active, _refused = replicas, dist.group.WORLD
+    is_open = True
+    count_replicas(mesh, lambda: is_open, domain)
     try:
         yield
     finally:
-        _active, _refused = before
+        is_open = False
+        _forget_closed()
+
+
+def count_replicas(
+    mesh: DeviceMesh | None, is_open: Callable[[], bool], domain: Sequence[str] = ()
+) -> None:
+    """Send collectives of the user's modules over the data replicas of `mesh`, until a run ends.
+
+    Args:
+        mesh: The whole mesh, data and domain axes. Nothing changes for a mesh without a domain.
+        is_open: Returns False once the run has ended.
+        domain: The axes along which samples are split; by default those called domain.
+    """
+    global _counted
+    _forget_closed()
+    if (replicas := make_replicas(mesh, domain)) is not None:
+        _install()
+        _counted += (_Counted(replicas, dist.group.WORLD, is_open),)
+
+
+def _forget_closed() -> None:
+    global _counted
+    _counted = tuple(each for each in _counted if each.is_open())
+
+
+def _now() -> _Counted | None:
+    """Return what counts now; None if processes do."""
+    return next((each for each in reversed(_counted) if each.is_open()), None)
 
 
 def make_replicas(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> dist.ProcessGroup | None:
@@ -136,10 +171,11 @@ def _of_replicas(of_all: Callable[[], dist.ProcessGroup]) -> Callable[[], dist.P
         """Return the data replicas to a collective that a user's module calls without a group."""
         # torch asks here for itself, too, with all ranks (tests/processes/test_replica_world.py)
         caller = sys._getframe(1)
-        if _active is not None:
+        if (counted := _now()) is not None:
             given = caller.f_locals.get("group", ...)
-            if given is _active or (given is None and _asked_by_user(caller) is not None):
-                return _active
+            by_user = given is None and _asked_by_user(caller) not in _NOT_MEANT
+            if by_user or given is counted.replicas:
+                return counted.replicas
         return of_all()
 
     return default_group
@@ -152,11 +188,12 @@ def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
         """Resolve a group that is not that of all processes, or is asked for by a library."""
         if (
             group is not None
-            and group is _refused
-            and (called := _asked_by_user(sys._getframe(1))) is not None
+            and (counted := _now()) is not None
+            and group is counted.processes
+            and (called := _asked_by_user(sys._getframe(1))) not in _NOT_MEANT
         ):
             raise RuntimeError(
-                f"{called} over torch.distributed.group.WORLD inside a step would "
+                f"{called} over torch.distributed.group.WORLD in a step or hook would "
                 "count each rank of a domain, which hold copies of one result. Leave the group "
                 "out: it is then that of the data replicas; or name another one, such as an axis "
                 "of a mesh of lightning_shard.init_mesh (a mesh that torch made may lend WORLD to "
@@ -188,4 +225,4 @@ def _asked_by_user(frame: FrameType | None) -> str | None:
     return None
 
 
-PROCESS_STATE = {"_active": _active, "_refused": _refused, "_replicas_of": _replicas_of}
+PROCESS_STATE = {"_counted": _counted, "_replicas_of": _replicas_of}

@@ -17,7 +17,7 @@ _COUNTS_SAMPLES = ".throughput_monitor"  # a callback of Lightning that multipli
 
 
 @cache
-def count_replicas() -> None:
+def count_devices_by_replica() -> None:
     """Let the numbers of any Trainer whose strategy has a mesh be those of replicas, for good."""
     for name, count in {
         "world_size": _replicas,

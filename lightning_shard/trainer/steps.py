@@ -20,7 +20,6 @@ from lightning_shard.fsdp.unused_parameters import UnusedParameters, unused_para
 from lightning_shard.lightning import LightningModule, Trainer, is_overridden, rank_zero_info
 from lightning_shard.ops.elementwise.whole_gradients import whole_gradients
 from lightning_shard.processes.mesh import domain_mesh
-from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer.host import callbacks_of
 from lightning_shard.trainer.manual_backward import ManualBackward
 from lightning_shard.trainer.same_steps import SameSteps
@@ -102,7 +101,7 @@ class Steps:
 
     @contextmanager
     def one_step(self) -> Generator[None]:
-        """Let collectives of the module count replicas, and a step see whole gradients.
+        """Let a step see whole gradients, and count what it calls.
 
         Of a sharded module `parallelize` has done so inside of its steps, and hooks after one see
         gradients as it has left them.
@@ -114,7 +113,7 @@ class Steps:
                 self._manual.end_step()
             return
         gradients = whole_gradients(domain_mesh(self._mesh), comes_to=members_come_to)
-        with replica_world(self._mesh), gradients, self.same.one_step():
+        with gradients, self.same.one_step():
             yield
 
     def evaluate(

@@ -38,13 +38,13 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.mesh import share_mesh
-from lightning_shard.processes.replica_world import replica_world
+from lightning_shard.processes.replica_world import count_replicas
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.between_batches import end_between_batches
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.checkpoints import Checkpoints
-from lightning_shard.trainer.counted_devices import count_replicas
+from lightning_shard.trainer.counted_devices import count_devices_by_replica
 from lightning_shard.trainer.explain import explain
 from lightning_shard.trainer.hook_values import HookValues, give_whole_to
 from lightning_shard.trainer.host import (
@@ -165,9 +165,10 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         self.join(self.precision_plugin)
         self.processes.compare("options", self._options_alike(), check=self.peers.check)
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
-        count_replicas()
-        tell_mesh(self._module, mesh)
         trainer, replicas = self._module.trainer, self.processes.replicas()
+        count_devices_by_replica()
+        count_replicas(mesh, lambda: trainer.state.status == TrainerStatus.RUNNING)
+        tell_mesh(self._module, mesh)
         self.samples.begin_stage(
             trainer,
             self.domain_mesh,
@@ -281,8 +282,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, with the sharded parameters for those that moved."""
-        with replica_world(self.device_mesh):  # a schedule may count its batches
-            super().setup_optimizers(trainer)
+        super().setup_optimizers(trainer)
         parameters.mend_optimizers(self.optimizers, self._module, self._moved)
         if self.world_size > 1:
             alike = self.optimizers, self.lr_scheduler_configs
@@ -351,7 +351,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, which sees whole gradients and counts data replicas."""
+        """Run the step, which sees whole gradients."""
         with self.steps.one_step():
             return super().training_step(*args, **kwargs)
 
@@ -359,9 +359,8 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Compute gradients; collectives of the module run over the data replicas."""
-        collectives = replica_world(self.device_mesh)
-        with collectives, self.steps.backward_of(closure_loss) as loss:
+        """Compute gradients, which all ranks average."""
+        with self.steps.backward_of(closure_loss) as loss:
             return super().backward(loss, optimizer, *args, **kwargs)
 
     @override
@@ -383,8 +382,8 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, which counts data replicas; parameters are whole until the end."""
-        with replica_world(self.device_mesh), self.steps.same.one_step():
+        """Run the step; parameters are whole until the end."""
+        with self.steps.same.one_step():
             return super().predict_step(*args, **kwargs)
 
     @override

@@ -88,7 +88,7 @@ class Alone(Featured):
     """Runs its network on rank 0 alone, as a callback that draws pictures does."""
 
     def on_train_epoch_end(self):
-        if dist.get_rank() == 0:
+        if self.global_rank == 0:
             with (
                 mock.patch.object(rank_barrier, "WAIT_S", 0.3),
                 mock.patch.object(rank_barrier, "_waits", Counter({("module", (0, 1)): 10**6})),
@@ -110,7 +110,7 @@ def test_a_rank_that_runs_the_module_alone_ends_with_a_sentence(domain):
 
 class Draws(Featured):
     def on_train_epoch_end(self):
-        if dist.get_rank() == 0:
+        if self.global_rank == 0:
             self.seen = self(torch.ones(1, 1, 9, 7, dtype=torch.float64))
 
 

@@ -389,7 +389,7 @@ class Grows(Featured):
 
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 1:
-            torch.manual_seed(batch_idx + dist.get_rank())  # the first rank's values count
+            torch.manual_seed(batch_idx + self.global_rank)  # the first rank's values count
             self.network[3] = nn.Conv2d(4, 1, 3, padding=1, dtype=torch.float64)
             optimizer = self.optimizers()
             optimizer.add_param_group({"params": list(self.network[3].parameters())})

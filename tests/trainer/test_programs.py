@@ -109,7 +109,7 @@ class Draws(Featured):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert batch["x"].numpy().shape == (4, 1, 9, 7)
-        if dist.get_rank() == 0:
+        if self.global_rank == 0:
             with (
                 mock.patch.object(rank_barrier, "WAIT_S", 0.3),
                 pytest.raises(
@@ -145,7 +145,7 @@ class LeavesOthers(Featured):
         does = self.kinds[batch_idx]
         place = "in on_train_batch_end|outside of the steps"
         match = rf"rank 0 {does}.* ({place})|sharded.*ranks \[1\] did not, where rank 1"
-        if dist.get_rank() == 0:
+        if self.global_rank == 0:
             with (
                 mock.patch.object(rank_barrier, "_waits", NoMeetings()),
                 pytest.raises(RuntimeError, match=match),

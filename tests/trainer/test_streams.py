@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from lightning_shard import process_info
 from lightning_shard.data.same_batch import check_same_batch
 from tests import training
 from tests.pairs import choose
@@ -60,8 +61,10 @@ def test_predictions_are_made_for_all_of_a_stream():
 
 
 class Uneven(Dataset):
+    """Longer on the second process; `dist.get_rank()` would count replicas here."""
+
     def __len__(self):
-        return 4 + 4 * dist.get_rank()
+        return 4 + 4 * process_info().rank
 
     def __getitem__(self, index):
         return sample(index)
@@ -91,13 +94,13 @@ def test_known_lengths_that_differ_in_a_domain_are_refused():
 
 
 class OtherSamples(Dataset):
-    """As a dataset that chooses by the global rank."""
+    """As a dataset that chooses by the number of the process."""
 
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
-        return sample(index + 8 * dist.get_rank())
+        return sample(index + 8 * process_info().rank)
 
 
 @pytest.mark.spmd(2)
