@@ -6,8 +6,9 @@ one result, so over all processes it would be counted once for each of them. Whi
 a stage of a Trainer with all its hooks, the default group of such a call is therefore that of the
 data replicas: of each domain the rank at the same place. `get_world_size()` and `get_rank()` count
 replicas, and so do `src` and `dst`. The group of all processes by name is refused: it would count
-each rank of a domain. A barrier counts nothing, and waits for all processes: what one of them has
-written before it all others may read.
+each rank of a domain. Two collectives count nothing, and are of all processes: a barrier, since all
+may read then what one has written; and a broadcast of the first rank, since it may have drawn or
+named alone what it sends.
 
 Only calls without a group from the user's modules are meant. torch's own parallelism, Lightning,
 torchmetrics and this package ask for the group that they want, and get it.
@@ -41,6 +42,7 @@ from lightning_shard.processes.torch_private.typed import integers
 
 INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
                    "torchmetrics.", "lightning_shard.")  # fmt: skip
+_BARRIERS, _BROADCASTS = ("barrier", "monitored_barrier"), ("broadcast", "broadcast_object_list")
 # modules between a collective and its caller
 _CARRIERS = {
     "contextlib",
@@ -48,8 +50,6 @@ _CARRIERS = {
     "torch.distributed._functional_collectives",
     "torch.distributed.distributed_c10d",
 }
-
-_NOT_MEANT = (None, "barrier", "monitored_barrier")  # None: infrastructure has called
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,8 +173,7 @@ def _of_replicas(of_all: Callable[[], dist.ProcessGroup]) -> Callable[[], dist.P
         caller = sys._getframe(1)
         if (counted := _now()) is not None:
             given = caller.f_locals.get("group", ...)
-            by_user = given is None and _asked_by_user(caller) not in _NOT_MEANT
-            if by_user or given is counted.replicas:
+            if given is counted.replicas or (given is None and _counting_call(caller)):
                 return counted.replicas
         return of_all()
 
@@ -190,7 +189,7 @@ def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
             group is not None
             and (counted := _now()) is not None
             and group is counted.processes
-            and (called := _asked_by_user(sys._getframe(1))) not in _NOT_MEANT
+            and (called := _counting_call(sys._getframe(1)))
         ):
             raise RuntimeError(
                 f"{called} over torch.distributed.group.WORLD in a step or hook would "
@@ -204,25 +203,37 @@ def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _asked_by_user(frame: FrameType | None) -> str | None:
-    """Return the collective that was called, if a module that is no infrastructure called it.
+def _counting_call(frame: FrameType | None) -> str:
+    """Return the collective that counts ranks, if a module that is no infrastructure called it.
 
     What torch.distributed.nn does in backward has no caller of its own; nobody else uses it.
+
+    Returns:
+        The name of the collective; "" for infrastructure, and for a call that counts nothing.
     """
-    called = ""
+    called: FrameType | None = None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("torch.distributed.nn."):
-            return called
+        is_differentiable = module.startswith("torch.distributed.nn.")
         is_of_mode = module == "torch.overrides" or frame.f_code.co_name == "__torch_function__"
-        if module not in _CARRIERS and not is_of_mode:
-            return None if module.startswith(INFRASTRUCTURE) else called
+        if is_differentiable or (module not in _CARRIERS and not is_of_mode):
+            by_infrastructure = module.startswith(INFRASTRUCTURE) and not is_differentiable
+            if called is None or by_infrastructure:
+                return ""
+            return "" if _counts_nothing(called, is_differentiable) else called.f_code.co_name
         if frame.f_code.co_name == "_get_msg_dict":  # torch reports an error of a collective
-            return None
+            return ""
         if not (is_of_mode or frame.f_code.co_name == "wrapper"):
-            called = frame.f_code.co_name
+            called = frame
         frame = frame.f_back
-    return None
+    return ""
+
+
+def _counts_nothing(called: FrameType, is_differentiable: bool) -> bool:
+    """Return True for a barrier, and for a broadcast of the first rank that has no gradient."""
+    name, given = called.f_code.co_name, called.f_locals
+    is_of_first = not (given.get("src") or given.get("group_src"))
+    return name in _BARRIERS or (name in _BROADCASTS and is_of_first and not is_differentiable)
 
 
 PROCESS_STATE = {"_counted": _counted, "_replicas_of": _replicas_of}

@@ -52,6 +52,25 @@ def test_collectives_go_over_replicas():
 
 
 @pytest.mark.spmd(4)
+def test_all_processes_have_what_the_first_broadcasts():
+    """It may have drawn that alone; ranks of a domain must go on with the same numbers."""
+    mesh, drawn = make_mesh("cpu", 2, [2]), 10.0 + dist.get_rank()
+    with replica_world(mesh):
+        for options in ({"src": 0}, {"group_src": 0}, {"src": 0, "group": dist.group.WORLD}):
+            sent, objects = torch.tensor([drawn]), [drawn]
+            dist.broadcast(sent, **options)
+            dist.broadcast_object_list(objects, **options)
+            assert sent == objects[0] == 10
+        dist.broadcast(sent := torch.tensor([drawn]), 0)
+        dist.broadcast_object_list(objects := [drawn])
+        assert sent == objects[0] == 10
+        dist.barrier(dist.group.WORLD)
+        x = torch.ones(1, requires_grad=True)
+        torch.distributed.nn.functional.broadcast(x, 0).backward()
+        assert x.grad == (2 if dist.get_rank() == 0 else 0)  # one of each replica
+
+
+@pytest.mark.spmd(4)
 def test_groups_that_are_named_keep_their_meaning():
     mesh = make_mesh("cpu", 2, [2])
     with replica_world(mesh):
