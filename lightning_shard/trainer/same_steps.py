@@ -102,29 +102,28 @@ class SameSteps:
             if function not in _ONLY_LOOK:
                 names[name_of(function)] += count
         self._calls.clear()
-        own = torch.zeros(2, device=device)
-        if losses is not None:
-            own[0] = losses
-        own[1] = zlib.crc32(repr(sorted(names.items())).encode()) >> 8  # a float32 holds 24 bits
-        gathered = own.new_empty(2 * len(replicas))
-        dist.all_gather_into_tensor(gathered, own, group)
-        found = gathered.view(-1, 2).cpu()
-        wanted = found[[replicas.index(replica) for replica in replicas]]
-        differs = ~torch.isclose(found, wanted, rtol=_RELATIVE, atol=0.0, equal_nan=True)
-        differs[:, 1] = found[:, 1] != wanted[:, 1]
-        if differs[:, 1].any():
+        ranks = dist.get_process_group_ranks(group)
+        sums, digests = _of_all_ranks(losses, names, device, group)
+        firsts = [replicas.index(replica) for replica in replicas]
+        if any(digests[place] != digests[first] for place, first in enumerate(firsts)):
             everywhere: list[Any] = [None] * len(replicas)
             dist.all_gather_object(everywhere, names, group)
-            _refuse_other_calls(everywhere, replicas, dist.get_process_group_ranks(group))
-        if differs.any():
-            place = int(differs[:, 0].nonzero()[0])
-            ranks = dist.get_process_group_ranks(group)
-            first, rank = ranks[replicas.index(replicas[place])], ranks[place]
-            raise DisagreementError(
-                f"the losses of these steps differ: they add up to {wanted[place, 0]:.6g} on rank "
-                f"{first} and to {found[place, 0]:.6g} on rank {rank}, which share their samples. "
-                f"{_REASON}"
-            )
+            _refuse_other_calls(everywhere, firsts, ranks)
+        _refuse_other_losses(sums, firsts, ranks)
+
+
+def _of_all_ranks(
+    losses: Tensor | None, names: Counter[str], device: torch.device, group: Any
+) -> tuple[Tensor, list[float]]:
+    """Gather the sum of losses of each rank of the group, and a digest of its calls."""
+    own = torch.zeros(2, device=device)
+    if losses is not None:
+        own[0] = losses
+    own[1] = zlib.crc32(repr(sorted(names.items())).encode()) >> 8  # a float32 holds 24 bits
+    gathered = own.new_empty(2 * dist.get_world_size(group))
+    dist.all_gather_into_tensor(gathered, own, group)
+    sums, digests = gathered.view(-1, 2).cpu().unbind(1)
+    return sums, digests.tolist()
 
 
 class WhenRanksCompare(Callback):
@@ -194,11 +193,10 @@ _REASON = (
 
 
 def _refuse_other_calls(
-    calls: Sequence[Counter[str]], replicas: Sequence[int], ranks: Sequence[int]
+    calls: Sequence[Counter[str]], firsts: Sequence[int], ranks: Sequence[int]
 ) -> None:
     """Raise of the first function that ranks of one replica have called in other numbers."""
-    for place, replica in enumerate(replicas):
-        first = replicas.index(replica)
+    for place, first in enumerate(firsts):
         for name in sorted(calls[place] | calls[first]):
             here, there = calls[place][name], calls[first][name]
             if here != there:
@@ -207,3 +205,15 @@ def _refuse_other_calls(
                     f"{name} on split tensors {there} times, and rank {ranks[place]} {here} times. "
                     f"{_REASON}"
                 )
+
+
+def _refuse_other_losses(sums: Tensor, firsts: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise of the first rank whose losses are not those of the first rank of its replica."""
+    wanted = sums[[*firsts]]
+    alike = torch.isclose(sums, wanted, rtol=_RELATIVE, atol=0.0, equal_nan=True)
+    for place in (~alike).nonzero().flatten().tolist():
+        raise DisagreementError(
+            f"the losses of these steps differ: they add up to {wanted[place]:.6g} on rank "
+            f"{ranks[firsts[place]]} and to {sums[place]:.6g} on rank {ranks[place]}, which share "
+            f"their samples. {_REASON}"
+        )
