@@ -1,8 +1,93 @@
-"""Counts the functions that are called with split tensors."""
+"""Counts the functions that are called with split tensors, and adds up the numbers they are given.
 
-from collections import Counter
+Ranks that share samples call the same functions with the same numbers. One whose own generator or
+clock gives it another factor computes another network on its rows.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from math import isfinite
+from numbers import Number
+from typing import Any, cast
 
-# where calls are counted, by their function; None outside of the steps of a training
-counted_calls: ContextVar[Counter[Any] | None] = ContextVar("counted_calls", default=None)
+import torch
+from torch import Tensor
+
+from lightning_shard.ops.registry import changes_first
+from lightning_shard.processes.torch_private.internals import in_transform
+
+_PLACES = 64  # of a plain tensor that are read
+
+
+class Calls:
+    """The calls of this rank since it last began.
+
+    Attributes:
+        counts: How often each function was called.
+        reads_numbers: True to add up numbers and plain tensors, which takes some small kernels for
+            each tensor.
+    """
+
+    def __init__(self) -> None:
+        """Begin without calls."""
+        self.counts = Counter[Any]()
+        self.reads_numbers = False
+        self._numbers = defaultdict[Any, float](float)
+        self._of_tensors: list[tuple[Any, Tensor]] = []
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.counts.clear()
+        self._numbers.clear()
+        self._of_tensors.clear()
+
+    def note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
+        """Note a call, before it runs.
+
+        Args:
+            function: A function of torch, of which an argument is a split tensor.
+            args: Its arguments.
+            kwargs: Its named arguments.
+        """
+        self.counts[function] += 1
+        if self.reads_numbers and not in_transform():
+            self._note_all(function, args, kwargs)
+
+    def _note_all(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
+        written = 1 if changes_first(function, args, kwargs) else 0  # its values may be none yet
+        for arg in (*args[written:], *(value for name, value in kwargs.items() if name != "out")):
+            for each in arg if isinstance(arg, tuple | list) else (arg,):
+                self._note(function, each)
+
+    def _note(self, function: Callable[..., Any], value: Any) -> None:
+        if isinstance(value, Number):  # of Python or NumPy
+            number = complex(cast("complex", value))
+            size = abs(number) + number.real / 2 + number.imag / 4
+            self._numbers[function] += size if isfinite(size) else 0.0
+        elif isinstance(value, slice):
+            for end in (value.start, value.stop, value.step):
+                self._note(function, end)
+        elif type(value) is Tensor:
+            self._read(function, value)
+
+    def _read(self, function: Callable[..., Any], tensor: Tensor) -> None:
+        has_values = tensor.layout == torch.strided and tensor.device.type != "meta"
+        if not (has_values and tensor.is_contiguous() and tensor.numel()):
+            return
+        values = tensor.detach().view(-1)[:: -(-tensor.numel() // _PLACES)]
+        values = values.to(torch.complex64 if values.is_complex() else torch.float32)
+        sizes = values.abs() + (values.real if values.is_complex() else values) / 2
+        places = torch.linspace(1, 2, len(values), dtype=torch.float32, device=tensor.device)
+        self._of_tensors.append((function, (torch.nan_to_num(sizes, 0, 0, 0) * places).sum()))
+
+    def sums(self) -> dict[Any, float]:
+        """Return for each function the sum of what it was given, weighted by sign and place."""
+        found = {function: self._numbers[function] for function in self.counts}
+        for function, size in self._of_tensors:  # perhaps of several devices
+            found[function] += float(size)
+        return found
+
+
+# where calls are noted; None outside of the steps of a training
+counted_calls: ContextVar[Calls | None] = ContextVar("counted_calls", default=None)

@@ -184,7 +184,7 @@ def _answer(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
     if fact is not None:
         return fact(func, *args, **kwargs)
     if (calls := counted_calls.get()) is not None:
-        calls[func] += 1
+        calls.note(func, args, kwargs)
     try:
         return (_into_out if "out" in kwargs else _by_rule)(func, args, kwargs)
     except UnsupportedOperationError as error:

@@ -253,7 +253,7 @@ class LoggedValues:
             raise DisagreementError(_other_names(names, dist.get_process_group_ranks(group)))
 
     def _compare_end(self, trainer: Trainer) -> None:
-        """Compare what is still to be reduced, options of optimizers, steps, and weights."""
+        """Compare what is still to be reduced, options of optimizers, weights, and steps."""
         if self._is_possible():
             names = "\n".join([_END, *not_reduced(trainer)])
             digest = digest_of_optimizers(trainer.optimizers)
@@ -263,9 +263,9 @@ class LoggedValues:
             for name, unread, group in self._unread:
                 self._refuse_other_names(name, unread, group)
             self._unread.clear()
-            self._compare_steps()
             module = trainer.lightning_module
             refuse_drifted_weights(module, self._device, self._replicas, self._world)
+            self._compare_steps()  # a weight that one rank has changed would be another number
 
     def _compare_steps(self) -> None:
         if self._is_possible():

@@ -41,6 +41,7 @@ class SameLoop(SameSteps):
             finally:  # a loop that was left ends when it is collected, perhaps within another one
                 if counted_calls.get() is self._calls:
                     counted_calls.set(before)
+                self._calls.reads_numbers = False
             if is_first:
                 self._compare_domain()
             is_first = False

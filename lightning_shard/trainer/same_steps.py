@@ -4,8 +4,8 @@ Ranks that share samples run the same program, each on its rows. A step that one
 or whose loss it changes, still has one mean gradient: all ranks train the same, wrong network.
 """
 
+import math
 import zlib
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +20,11 @@ from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.failures.failure_watch import is_of_processes
 from lightning_shard.processes.torch_private.internals import accessors
-from lightning_shard.tensor.calls import counted_calls
+from lightning_shard.tensor.calls import Calls, counted_calls
 from lightning_shard.tensor.tensor import DomainTensor
 
 _RELATIVE = 1e-4  # kernels of the ranks may round otherwise
+_NEVER = 0, 0.0  # a function that was not called, and its numbers
 _ONLY_LOOK = {  # one rank alone may do so
     Tensor.__repr__,
     Tensor.__format__,
@@ -45,7 +46,7 @@ class SameSteps:
     def __init__(self) -> None:
         """Begin without ranks that share samples."""
         self.differences: list[str] | None = None
-        self._calls = Counter[Any]()
+        self._calls = Calls()
         self._losses: Tensor | None = None
         self._is_shared = False
 
@@ -56,16 +57,18 @@ class SameSteps:
             shared: True if ranks share samples, and are compared.
         """
         self._calls.clear()
+        self._calls.reads_numbers = True
         self._losses, self._is_shared = None, shared and is_of_processes()
 
     @contextmanager
     def one_step(self) -> Generator[None]:
-        """Count the functions that are called with split tensors inside."""
+        """Note the functions that are called with split tensors inside."""
         token = counted_calls.set(self._calls if self._is_shared else None)
         try:
             yield
         finally:
             counted_calls.reset(token)
+            self._calls.reads_numbers = False
 
     @contextmanager
     def one_backward(self, loss: Tensor) -> Generator[None]:
@@ -91,35 +94,43 @@ class SameSteps:
             group: All ranks, or those that share samples.
 
         Raises:
-            DisagreementError: Ranks that share samples have called other functions, or have other
-                losses; all ranks raise.
+            DisagreementError: Ranks that share samples have called other functions, have given
+                them other numbers, or have other losses; all ranks raise.
         """
         if not self._is_shared:
             return
         losses, self._losses = self._losses, None
-        names = Counter[str]()
-        for function, count in self._calls.items():
-            if function not in _ONLY_LOOK:
-                names[name_of(function)] += count
+        called = self._called()
         self._calls.clear()
+        self._calls.reads_numbers = True
         ranks = dist.get_process_group_ranks(group)
-        sums, digests = _of_all_ranks(losses, names, device, group)
+        sums, digests = _of_all_ranks(losses, called, device, group)
         firsts = [replicas.index(replica) for replica in replicas]
         if any(digests[place] != digests[first] for place, first in enumerate(firsts)):
             everywhere: list[Any] = [None] * len(replicas)
-            dist.all_gather_object(everywhere, names, group)
+            dist.all_gather_object(everywhere, called, group)
             _refuse_other_calls(everywhere, firsts, ranks)
+            _refuse_other_numbers(everywhere, firsts, ranks)
         _refuse_other_losses(sums, firsts, ranks)
+
+    def _called(self) -> dict[str, tuple[int, float]]:
+        """Return for each name of a function its calls, and the sum of its numbers."""
+        sums, called = self._calls.sums(), dict[str, tuple[int, float]]()
+        for function, count in self._calls.counts.items():
+            if function not in _ONLY_LOOK:
+                before, size = called.get(name := name_of(function), _NEVER)
+                called[name] = before + count, size + sums[function]
+        return called
 
 
 def _of_all_ranks(
-    losses: Tensor | None, names: Counter[str], device: torch.device, group: Any
+    losses: Tensor | None, called: dict[str, tuple[int, float]], device: torch.device, group: Any
 ) -> tuple[Tensor, list[float]]:
     """Gather the sum of losses of each rank of the group, and a digest of its calls."""
     own = torch.zeros(2, device=device)
     if losses is not None:
         own[0] = losses
-    own[1] = zlib.crc32(repr(sorted(names.items())).encode()) >> 8  # a float32 holds 24 bits
+    own[1] = zlib.crc32(repr(sorted(called.items())).encode()) >> 8  # a float32 holds 24 bits
     gathered = own.new_empty(2 * dist.get_world_size(group))
     dist.all_gather_into_tensor(gathered, own, group)
     sums, digests = gathered.view(-1, 2).cpu().unbind(1)
@@ -188,22 +199,37 @@ class WhenRanksCompare(Callback):
 
 _REASON = (
     "All ranks that share samples must compute the same, or the mean of their gradients is that of "
-    "no network: let no rank number, clock or host name decide in a step."
+    "no network: let no rank number, clock or host name decide in a step, draw by torch.rand, "
+    "random or numpy.random, which the ranks share, and seed generators of your own alike."
 )
 
 
 def _refuse_other_calls(
-    calls: Sequence[Counter[str]], firsts: Sequence[int], ranks: Sequence[int]
+    called: Sequence[dict[str, tuple[int, float]]], firsts: Sequence[int], ranks: Sequence[int]
 ) -> None:
     """Raise of the first function that ranks of one replica have called in other numbers."""
     for place, first in enumerate(firsts):
-        for name in sorted(calls[place] | calls[first]):
-            here, there = calls[place][name], calls[first][name]
+        for name in sorted(called[place] | called[first]):
+            here, there = (called[rank].get(name, _NEVER)[0] for rank in (place, first))
             if here != there:
                 raise DisagreementError(
                     f"the ranks have computed different steps: rank {ranks[first]} has called "
                     f"{name} on split tensors {there} times, and rank {ranks[place]} {here} times. "
                     f"{_REASON}"
+                )
+
+
+def _refuse_other_numbers(
+    called: Sequence[dict[str, tuple[int, float]]], firsts: Sequence[int], ranks: Sequence[int]
+) -> None:
+    """Raise of the first function to which ranks of one replica have given other numbers."""
+    for place, first in enumerate(firsts):
+        for name, (_, here) in sorted(called[place].items()):
+            if not math.isclose(here, called[first][name][1], rel_tol=_RELATIVE):
+                raise DisagreementError(
+                    f"the ranks have computed different steps: rank {ranks[place]} has given "
+                    f"{name} other numbers, or other values of plain tensors, than rank "
+                    f"{ranks[first]}, with which it shares its samples. {_REASON}"
                 )
 
 
