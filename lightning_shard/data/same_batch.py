@@ -1,6 +1,7 @@
 """Compares what the ranks of a domain have read: their parts must be of the same samples."""
 
 import io
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import named_leaves
 from lightning_shard.processes.torch_private.internals import FakeTensor
+from lightning_shard.tensor.calls import weighted_sum
 from lightning_shard.tensor.tensor import DomainTensor
+
+_RELATIVE = 1e-4  # kernels of the ranks may round otherwise
 
 
 def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
@@ -46,6 +50,38 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
         "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
         "which replica reads what) and draw augmentations from the same seed."
     )
+
+
+def check_same_after_hooks(batch: Any, mesh: DeviceMesh) -> None:
+    """Compare what hooks have made of the batch on each rank of the domain; all must call this.
+
+    Values may be rounded otherwise, and of each entry only some are read.
+
+    Raises:
+        ValueError: A hook has drawn other numbers on one rank.
+    """
+    own = {
+        name: (tuple(x.shape), float(size))
+        for name, x in named_leaves(batch)
+        if type(x) is Tensor and (size := weighted_sum(x)) is not None
+    }
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        everywhere: list[dict[Any, tuple[tuple[int, ...], float]]] = [{}] * mesh.size(axis)
+        dist.all_gather_object(everywhere, own, group)
+        for rank, found in zip(dist.get_process_group_ranks(group), everywhere, strict=True):
+            for path in everywhere[0] | found:
+                (shape, wanted), (other, size) = (
+                    each.get(path, ((), math.nan)) for each in (everywhere[0], found)
+                )
+                if shape != other or not math.isclose(size, wanted, rel_tol=_RELATIVE):
+                    name = "".join(f"[{key!r}]" for key in path)
+                    raise ValueError(
+                        f"rank {rank} has another batch {name} after on_after_batch_transfer than "
+                        "the ranks with which it shares each sample; draw augmentations by "
+                        "torch.rand, random or numpy.random, which these ranks share, or seed a "
+                        "generator of your own alike on all ranks."
+                    )
 
 
 def first_difference(values: Mapping[Any, Any], mesh: DeviceMesh) -> tuple[list[int], Any] | None:

@@ -68,18 +68,8 @@ class Calls:
         elif isinstance(value, slice):
             for end in (value.start, value.stop, value.step):
                 self._note(function, end)
-        elif type(value) is Tensor:
-            self._read(function, value)
-
-    def _read(self, function: Callable[..., Any], tensor: Tensor) -> None:
-        has_values = tensor.layout == torch.strided and tensor.device.type != "meta"
-        if not (has_values and tensor.is_contiguous() and tensor.numel()):
-            return
-        values = tensor.detach().view(-1)[:: -(-tensor.numel() // _PLACES)]
-        values = values.to(torch.complex64 if values.is_complex() else torch.float32)
-        sizes = values.abs() + (values.real if values.is_complex() else values) / 2
-        places = torch.linspace(1, 2, len(values), dtype=torch.float32, device=tensor.device)
-        self._of_tensors.append((function, (torch.nan_to_num(sizes, 0, 0, 0) * places).sum()))
+        elif type(value) is Tensor and (size := weighted_sum(value)) is not None:
+            self._of_tensors.append((function, size))
 
     def sums(self) -> dict[Any, float]:
         """Return for each function the sum of what it was given, weighted by sign and place."""
@@ -87,6 +77,22 @@ class Calls:
         for function, size in self._of_tensors:  # perhaps of several devices
             found[function] += float(size)
         return found
+
+
+def weighted_sum(x: Tensor) -> Tensor | None:
+    """Sum about 64 values of a tensor, weighted by their signs and places.
+
+    Returns:
+        A scalar on the device of the tensor; None for a tensor that has no values.
+    """
+    if x.layout != torch.strided or x.device.type == "meta" or not x.numel():
+        return None
+    rows = max(2, round(_PLACES ** (1 / max(x.ndim, 1))))  # of each dim, without a copy
+    values = x.detach()[tuple(slice(None, None, -(-n // rows)) for n in x.shape)].reshape(-1)
+    values = values.to(torch.complex64 if values.is_complex() else torch.float32)
+    sizes = values.abs() + (values.real if values.is_complex() else values) / 2
+    places = torch.linspace(1, 2, len(values), dtype=torch.float32, device=x.device)
+    return (torch.nan_to_num(sizes, 0, 0, 0) * places).sum()
 
 
 # where calls are noted; None outside of the steps of a training

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.data.same_batch import check_same_batch
+from lightning_shard.data.same_batch import check_same_after_hooks, check_same_batch
 from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.materialize import is_deferred
@@ -328,6 +328,8 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         if read != self._last_checked:  # the first batch of each epoch
             check_same_batch(batch, self.domain_mesh)
         batch = super().batch_to_device(batch, device, dataloader_idx)
+        if read != self._last_checked:
+            check_same_after_hooks(batch, self.domain_mesh)
         batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
         if read != self._last_checked:
             self._last_checked = read

@@ -32,19 +32,51 @@ class Augments(Featured):
 
     def __init__(self, draw, seed):
         super().__init__()
-        self.draw, self.rng = DRAWS[draw], np.random.default_rng(seed)
+        self.draw, self.rng = draw, np.random.default_rng(seed)
 
     def loss(self, batch):
-        return self.draw(self(batch["x"]), self.rng).square().mean()
+        return DRAWS[self.draw](self(batch["x"]), self.rng).square().mean()
 
 
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_numbers_of_one_rank_are_refused(draw):
     words = rf"rank 1 has given Tensor\.{NAMES.get(draw, 'mul')} other numbers.*than rank 0"
-    seeds = (1, 4)  # the first numbers of every kind differ
+    seeds = (1, 3)  # the first numbers of every kind differ
     with pytest.raises(ValueError, match=words):
         fit_sharded(Augments(draw, seeds[dist.get_rank()]), (2,), limit_val_batches=0)
+
+
+AUGMENTATIONS = {
+    "factor": DRAWS["factor"],
+    "turn": lambda x, rng: x.rot90(int(rng.integers(4)), (2, 3)),
+    "flip": lambda x, rng: x.flip(-1) if rng.random() < 0.5 else x,
+    "order": lambda x, rng: x[torch.from_numpy(rng.permutation(len(x)))],
+    "crop": lambda x, rng: x[..., : 4 + int(rng.integers(4))],
+}
+
+
+class AugmentsBatches(Augments):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        turned = {"x": AUGMENTATIONS[self.draw](batch["x"], self.rng)}
+        return batch | turned if self.draw in ("factor", "flip", "order") else turned
+
+    def loss(self, batch):
+        return self(batch["x"]).square().mean()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("draw", AUGMENTATIONS)
+def test_batches_that_a_hook_augments_otherwise_are_refused(draw):
+    words = r"rank 1 has another batch \['x'\] after on_after_batch_transfer"
+    with pytest.raises(ValueError, match=words):
+        fit_sharded(AugmentsBatches(draw, (1, 3)[dist.get_rank()]), (2,), limit_val_batches=0)
+
+
+@pytest.mark.spmd(2)
+def test_batches_that_a_hook_augments_alike_are_served():
+    for draw in AUGMENTATIONS:
+        fit_sharded(AugmentsBatches(draw, 1), (2,), limit_val_batches=0, max_epochs=2)
 
 
 @pytest.mark.spmd(2)
@@ -95,7 +127,7 @@ def test_values_without_memory_or_end_are_left_out():
     calls = Calls()
     calls.reads_numbers = True
     values = (float("inf"), float("nan"), torch.empty(2, device="meta"), torch.tensor(float("nan")))
-    calls.note(torch.mul, (*values, torch.empty(0), torch.ones(3, 2).T), {})
+    calls.note(torch.mul, (*values, torch.empty(0)), {})
     assert calls.sums() == {torch.mul: 0.0}
     calls.note(torch.mul, (2, True, 1j, -2.0), {"value": slice(1, None)})
     assert calls.sums() == {torch.mul: pytest.approx(3 + 1.5 + 1.25 + 1 + 1.5)}
