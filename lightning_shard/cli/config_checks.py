@@ -11,7 +11,7 @@ from lightning_shard.cli.positions import Given
 from lightning_shard.cli.usage import UsageError, as_usage_error, nearest_file
 from lightning_shard.lightning import AcceleratorRegistry, StrategyRegistry
 from lightning_shard.processes.nearest import nearest
-from lightning_shard.trainer.asked_devices import Asked, count_of
+from lightning_shard.trainer.asked_devices import count_of, names_all
 
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 LEAST = {  # Lightning takes smaller numbers and fails later, or not at all
@@ -48,15 +48,11 @@ def check_numbers(config: Any, given: Given) -> None:
 
 
 def check(config: Any, given: Given) -> None:
-    """Refuse devices, names, files and meshes that cannot run here, as `check_numbers` does."""
+    """Refuse names, files and options that cannot run here, as `check_numbers` does."""
     trainer = config.trainer
     _check_names(trainer, given)
-    asked = Asked(trainer.accelerator, trainer.devices, trainer.num_nodes)
     with as_usage_error(ValueError):
-        for found in asked.misfits(*sizes_of(trainer), devices_given="trainer.devices" in given):
-            key = f"trainer.{found.option}"
-            raise UsageError(f"{key} {found.size}{_at(given, key)}{found.problem}; {found.remedy}")
-        if asked.names_all:
+        if names_all(trainer.accelerator, trainer.devices):
             trainer.devices = 1  # Lightning counts those that this process sees
     _check_files(config, given)
     options, key = strategy_options(trainer), "trainer.strategy.sharding"

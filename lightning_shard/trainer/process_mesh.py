@@ -5,7 +5,6 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -192,10 +191,7 @@ class ProcessMesh:
         """Return the number of data replicas, and fill in a domain that is "auto"."""
         if self.fits_itself:
             self.domain_sizes = domain_that_is_left(world, self.data_parallel_size)
-        if found := misfit(world, self.domain_sizes, self.data_parallel_size):
-            start = f", or start a multiple of {self.domain_size} processes"
-            start = start if found.option == "domain_parallel_size" else ""
-            raise ValueError(f"{found.option} {found.size}{found.problem}; {found.remedy}{start}.")
+        refuse_misfit(world, self.domain_sizes, self.data_parallel_size)
         return world // self.domain_size
 
     def compare(self, what: str, same: Mapping[str, str], *, check: Check = only_wait) -> None:
@@ -243,24 +239,7 @@ def domain_that_is_left(world: int, data: int | Literal["auto"]) -> tuple[int, .
     return (max(1, world // (1 if data == "auto" else data)),)
 
 
-@dataclass(frozen=True)
-class Misfit:
-    """Explains why an option cannot be satisfied, such as a size of a mesh.
-
-    Attributes:
-        option: The name of the option.
-        size: Its value in words, such as "2 x 2".
-        problem: The rest of the sentence, to be written after `size` without a space.
-        remedy: The values that would fit.
-    """
-
-    option: str
-    size: str
-    problem: str
-    remedy: str
-
-
-def misfit(world: int, domain: Sequence[int], data: int | Literal["auto"]) -> Misfit | None:
+def refuse_misfit(world: int, domain: Sequence[int], data: int | Literal["auto"]) -> None:
     """Compare the sizes of a mesh with the number of processes.
 
     Args:
@@ -268,27 +247,23 @@ def misfit(world: int, domain: Sequence[int], data: int | Literal["auto"]) -> Mi
         domain: The number of ranks along each split dim.
         data: The number of data replicas; "auto" fits if the domain divides the processes.
 
-    Returns:
-        The reason why they do not fit; None if they do.
+    Raises:
+        ValueError: They do not fit.
     """
     per_sample, shape = math.prod(domain), " x ".join(map(str, domain))
     processes = "1 process" if world == 1 else f"{world} processes"
     if world % per_sample:
         fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        return Misfit(
-            "domain_parallel_size",
-            shape,
-            f" does not divide the {processes}",
-            f"use {'' if world == 1 else 'one of '}{fitting}",
+        raise ValueError(
+            f"domain_parallel_size {shape} does not divide the {processes}; "
+            f"use {'' if world == 1 else 'one of '}{fitting}, or start a multiple of {per_sample} "
+            "processes."
         )
-    if data in ("auto", world // per_sample):
-        return None
-    return Misfit(
-        "data_parallel_size",
-        f"{data} x domain_parallel_size {shape} is {data * per_sample}",
-        f", not the {processes}",
-        f"use data_parallel_size {world // per_sample} or auto",
-    )
+    if data not in ("auto", world // per_sample):
+        raise ValueError(
+            f"data_parallel_size {data} x domain_parallel_size {shape} is {data * per_sample}, not "
+            f"the {processes}; use data_parallel_size {world // per_sample} or auto."
+        )
 
 
 def start_group(

@@ -249,10 +249,6 @@ WORDS = {
         ["fit", "--config", "base.yaml", "--trainer.strategy", "zzz"],
         "unknown strategy 'zzz' (on the command line); use one of auto, ddp,",
     ),
-    "cuda on a machine without": (
-        ["fit", "--config", "base.yaml", "--trainer.accelerator", "cuda", "--trainer.devices", "8"],
-        "trainer.accelerator is 'cuda' (on the command line) but this machine has no cuda device",
-    ),
 }
 
 

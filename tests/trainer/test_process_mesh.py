@@ -17,8 +17,8 @@ from lightning_shard.trainer.host import FabricScriptLauncher, SubprocessScriptL
 from lightning_shard.trainer.process_mesh import (
     ProcessMesh,
     launcher_of,
-    misfit,
     print_on_first_only,
+    refuse_misfit,
     started_nodes,
     tell_ranks,
 )
@@ -99,9 +99,10 @@ def test_sizes_that_do_not_fit_the_processes(sizes, expected):
 
 
 def test_a_domain_of_two_for_one_process():
-    found = misfit(1, (2,), "auto")
-    assert (found.problem, found.remedy) == (" does not divide the 1 process", "use 1")
-    assert misfit(6, (3,), 2) is misfit(6, (3, 2), "auto") is None
+    with pytest.raises(ValueError, match="2 does not divide the 1 process; use 1, or start a"):
+        refuse_misfit(1, (2,), "auto")
+    refuse_misfit(6, (3,), 2)
+    refuse_misfit(6, (3, 2), "auto")
 
 
 @pytest.mark.spmd(2)
