@@ -1,7 +1,4 @@
-"""The facts that an issue needs: versions, devices, launchers, folders, and a try of two ranks.
-
-Installed versions that are malicious or have a known hole get a warning with their advisory.
-"""
+"""The facts that an issue needs: versions, devices, launchers, folders, and a try of two ranks."""
 
 import argparse
 import importlib.metadata
@@ -11,12 +8,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from packaging.specifiers import SpecifierSet
 
 from lightning_shard.cli.usage import ENV_PREFIX, labelled
 from lightning_shard.processes.device import accelerators, available_backends
@@ -27,26 +23,12 @@ PACKAGES = (
     "lightning-shard lightning torch jsonargparse numpy neuraloperator transformers torchvision "
     "safetensors zarr h5py"
 ).split()
-STEALS = (
-    "is malicious: on import it sends the credentials that it finds to a stranger; remove it, and "
-    "replace every password, key and token that this machine could read"
-)
-RUNS = (
-    "runs code that a hyperparameter of a checkpoint names when the checkpoint is loaded; install "
-    "2.6.6 or later, and load no checkpoint of a stranger until then"
-)
-BAD_VERSIONS = (  # package, versions as in PEP 440, what they do, advisory at github.com/advisories
-    ("lightning", "==2.6.2", STEALS, "GHSA-w37p-236h-pfx3"),
-    ("lightning", "==2.6.3", STEALS, "GHSA-w37p-236h-pfx3"),
-    ("lightning", "<2.6.6", RUNS, "GHSA-qqmf-gpg7-g8gw"),
-    ("pytorch-lightning", "<2.6.6", RUNS, "GHSA-qqmf-gpg7-g8gw"),
-)
 ALWAYS_SHOWN = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
 
 def doctor(_: argparse.Namespace) -> None:
     """Print the report, and exit with 1 if two processes cannot form a group."""
-    for lines in (_versions(), warnings_of_versions(), _devices(), _surroundings(), _folders()):
+    for lines in (_versions(), _devices(), _surroundings(), _folders()):
         print("\n".join(lines))
     works, sentence = try_two_processes()
     print(labelled("two processes", sentence))
@@ -83,19 +65,6 @@ def _version(name: str) -> str:
 def _versions() -> Iterator[str]:
     yield labelled("system", f"{platform.platform()}, Python {platform.python_version()}")
     yield from (labelled(name, _version(name)) for name in PACKAGES)
-
-
-def warnings_of_versions(version: Callable[[str], str] = _version) -> Iterator[str]:
-    """Yield a line for each row of BAD_VERSIONS that fits an installed package.
-
-    Args:
-        version: Returns the version of a package, which is not imported, or "not installed".
-    """
-    for package, versions, what, advisory in BAD_VERSIONS:
-        installed = version(package)
-        is_bad = SpecifierSet(versions).contains
-        if installed != "not installed" and is_bad(installed, prereleases=True):
-            yield labelled("WARNING", f"{package} {installed} {what} ({advisory})")
 
 
 def _devices() -> Iterator[str]:

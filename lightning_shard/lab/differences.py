@@ -63,11 +63,6 @@ def gap_of(found: Tensor, expected: Tensor) -> Tensor:
     return torch.where(same, 0, found - expected) if found.dtype != torch.bool else ~same
 
 
-def alike(one: float, other: float) -> bool:
-    """Return whether two numbers are the same, or no numbers both."""
-    return one == other or (one != one and other != other)
-
-
 def relative(gap: float, size: float) -> float:
     """Return a gap as a share of a size; a gap that is no number is endless."""
     return gap / max(size, 1e-30) if gap == gap else torch.inf

@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.state import full, full_module_state, parameter_
 from lightning_shard.data.tree import named_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.fsdp.complex_pairs import as_complex, pair_names
-from lightning_shard.lab.differences import Value, alike, relative
+from lightning_shard.lab.differences import Value, gap_of, relative
 from lightning_shard.lab.outputs import Output, Outputs
 from lightning_shard.lab.run import Task, on_each_rank, run_here
 from lightning_shard.lightning import Callback, LightningModule, Trainer
@@ -123,10 +123,9 @@ def record(
 
 def _apart(sizes: Sequence[tuple[float, float]]) -> float:
     """Return the relative difference of sum or norm between the first rank and another one."""
-    scale = max(1e-30, *(norm for _, norm in sizes))
-    pairs = [pair for each in sizes for pair in zip(each, sizes[0], strict=True)]
-    apart = [abs(one - first) for one, first in pairs if not alike(one, first)]
-    return max((relative(gap, scale) for gap in apart), default=0.0)
+    found = torch.tensor(sizes, dtype=torch.float64)  # (ranks, 2)
+    scale = found[:, 1].nan_to_num().max()
+    return relative(float(gap_of(found, found[:1]).abs().max()), float(scale))
 
 
 def record_here(
