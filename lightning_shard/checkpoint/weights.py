@@ -320,10 +320,10 @@ def does_not_fit(module: nn.Module, saved: Any, err: Exception) -> str:
     )  # fmt: skip
     named = kind.__qualname__
     path = str(saved.get("_class_path", named)).rpartition(".")[2]
-    told = str(err).splitlines()
-    if (more := len(told) - _SHOWN_LINES) > 1:
-        told[_SHOWN_LINES:] = [f"\tand {more} lines more."]
-    return f"is of {path}{theirs}, and does not fit {named}{ours}: " + "\n".join(told)
+    lines = str(err).splitlines()
+    if (more := len(lines) - _SHOWN_LINES) > 1:
+        lines[_SHOWN_LINES:] = [f"\tand {more} lines more."]
+    return f"is of {path}{theirs}, and does not fit {named}{ours}: " + "\n".join(lines)
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:

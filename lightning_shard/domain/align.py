@@ -82,7 +82,7 @@ def gathered(x: Subdomain) -> Tensor:
     for dim in flat.split_dims:
         parts = parts.like(fetch_all(parts, dim), parts.layout.with_dim(dim, parts.shape[dim], ()))
     found = parts.local.reshape(x.shape)
-    return found.contiguous(memory_format=x.format_told) if flat.split_dims else found
+    return found.contiguous(memory_format=x.memory_format) if flat.split_dims else found
 
 
 def one_factor(x: Subdomain, dim: int) -> Subdomain:

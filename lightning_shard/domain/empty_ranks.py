@@ -97,8 +97,8 @@ def written_alike(target: Subdomain, write: Callable[[], Any], index: Any = ...)
     raises = torch.tensor(error is not None, device=target.local.device)
     if bool(all_gather_small(target, everyone, raises).any()):
         group = target.domain.group(everyone)
-        told = gathered_objects(error and (type(error), str(error)), group)
-        kind, text = next(each for each in told if each)
+        errors = gathered_objects(error and (type(error), str(error)), group)
+        kind, text = next(each for each in errors if each)
         raise error or (kind if kind in (IndexError, ValueError) else RuntimeError)(text)
     return result
 

@@ -113,15 +113,10 @@ def fetch(x: Subdomain, dim: int, needs: Needs) -> Tensor:
         needs: Spans of global rows, all in range, that each rank of the dim's group wants.
     """
     found = exchange(x.local, dim, route_of(x, dim, needs), x.domain.group(x.layout.axes(dim)))
-    return _laid_as_told(x, found)
-
-
-def _laid_as_told(x: Subdomain, found: Tensor) -> Tensor:
-    """Lay rows that came as the whole of `x` lies, where the own rows do not show how that is."""
-    told = x.format_told
-    if told == torch.contiguous_format or format_of(x.local) == told:
+    wanted = x.memory_format
+    if wanted == torch.contiguous_format or format_of(x.local) == wanted:
         return found
-    return found.contiguous(memory_format=told)
+    return found.contiguous(memory_format=wanted)  # the own rows do not show how the whole lies
 
 
 def fetch_to_read(x: Subdomain, dim: int, needs: Needs) -> Tensor:
@@ -150,7 +145,7 @@ def fetch_alike(x: Subdomain, dim: int, rows: Span) -> Tensor:
     """
     parts = x.layout.grid.parts(x.layout.axes(dim))
     found = fetch(x, dim, ((rows,),) * parts)
-    return found.contiguous(memory_format=x.format_told) if parts > 1 else found
+    return found.contiguous(memory_format=x.memory_format) if parts > 1 else found
 
 
 def scatter_sum(x: Subdomain, dim: int, axes: tuple[int, ...]) -> Subdomain:

@@ -117,10 +117,10 @@ def named_rows(
     owner, row = _owners(numbers, table.dims[0], grid)
     own = torch.cat([_head(wrong), torch.bincount(owner, minlength=grid.parts(axes))])
     everyone = domain.group(tuple(range(len(grid.sizes))))
-    told = of_all(own, everyone).cpu()
-    _refuse(told[:, :3], complaint)
+    of_ranks = of_all(own, everyone).cpu()
+    _refuse(of_ranks[:, :3], complaint)
     others = tuple(a for a in range(len(grid.sizes)) if a not in axes)
-    counts = told[:, 3:].reshape(*grid.sizes, -1).permute(*others, *axes, len(grid.sizes))
+    counts = of_ranks[:, 3:].reshape(*grid.sizes, -1).permute(*others, *axes, len(grid.sizes))
     counts = counts.reshape(grid.parts(others), grid.parts(axes), -1)
     return IndexedRows(owner, row, counts, table, domain)
 

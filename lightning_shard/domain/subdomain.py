@@ -61,12 +61,7 @@ class Domain:
         return question()
 
     def any_says(self, question: Callable[[], bool], device: torch.device) -> bool:
-        """Return whether any member answers yes; all members ask.
-
-        Args:
-            question: Asks it of this member.
-            device: A device whose tensors the members exchange.
-        """
+        """Return whether any member answers yes; all members ask."""
         return bool(self.gathered(torch.tensor(question(), device=device)).any())
 
     def gathered(self, own: Tensor) -> Tensor:
@@ -251,7 +246,7 @@ class Subdomain:
         return _strides_in_format(local, layout)
 
     @property
-    def format_told(self) -> torch.memory_format:
+    def memory_format(self) -> torch.memory_format:
         """The memory format of the whole tensor, equal on all ranks; row by row where unknown."""
         if self.strides is None or self.is_in_order:
             return torch.contiguous_format
@@ -290,8 +285,8 @@ class Subdomain:
         """The strides; if nobody knows them, those that the parts suggest, else those of rows."""
         if self.strides is not None:
             return self.strides
-        told = of_whole(tuple(self.local.shape), self.local.stride(), self.layout)
-        return self.layout.strides if told is None else told
+        strides = of_whole(tuple(self.local.shape), self.local.stride(), self.layout)
+        return self.layout.strides if strides is None else strides
 
     def strides_of(self, function: str, *args: object) -> Strides | None:
         """Strides of a view of the whole tensor; None if torch gives none, or nobody knows it.

@@ -52,11 +52,11 @@ def to_canonical(
     """
     grid = domain.grid
     own = tuple(local.shape), str(local.dtype)
-    told = gathered_objects(own, domain.group(tuple(range(len(grid.sizes)))))
-    shapes = [shape for shape, _ in told]
+    parts = gathered_objects(own, domain.group(tuple(range(len(grid.sizes)))))
+    shapes = [shape for shape, _ in parts]
     check_parts(shapes, [*splits])
-    if len({dtype for _, dtype in told}) > 1:
-        raise ValueError(f"the ranks' parts have the dtypes {[dtype for _, dtype in told]}.")
+    if len({dtype for _, dtype in parts}) > 1:
+        raise ValueError(f"the ranks' parts have the dtypes {[dtype for _, dtype in parts]}.")
     shape = list(local.shape)
     for dim, axes in splits.items():
         sizes = _sizes_along(axes, dim, shapes, grid)

@@ -75,7 +75,7 @@ def with_edges(
 ) -> Tensor:
     """Put rows of `fill` before and after rows of `x`; they lie as the whole, also around none."""
     found = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
-    return found if rows.shape[dim] else found.contiguous(memory_format=x.format_told)
+    return found if rows.shape[dim] else found.contiguous(memory_format=x.memory_format)
 
 
 @lru_cache(maxsize=4096)

@@ -45,7 +45,7 @@ from lightning_shard.fsdp.step_hooks import (
     open_around_steps,
     wrap_methods,
 )
-from lightning_shard.fsdp.step_writes import GATHERED, Gathered, copy_attributes
+from lightning_shard.fsdp.step_writes import GATHERED, GatheredParameters, copy_attributes
 from lightning_shard.fsdp.unused_parameters import UnusedParameters
 from lightning_shard.fsdp.work import Moved, Work
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
@@ -304,7 +304,7 @@ def _leave_old_parameters(work: Work) -> None:
 
 def _split_what_is_loaded(work: Work) -> None:
     """Let `load_state_dict` of the module, and of each part of it, take plain full tensors."""
-    gathered: Gathered = work.module.__dict__[GATHERED]
+    gathered: GatheredParameters = work.module.__dict__[GATHERED]
     for module in work.module.modules():
         if any(p is not None for p in own_parameters(module).values()):
             module.register_state_dict_pre_hook(gathered.before_state)

@@ -24,8 +24,8 @@ from lightning_shard.fsdp.shard_block import (
 )
 from lightning_shard.fsdp.step_writes import (
     GATHERED,
-    Gathered,
-    Replaced,
+    GatheredParameters,
+    ReplacedParameters,
     refusing_writes,
 )
 from lightning_shard.fsdp.work import Work
@@ -50,8 +50,8 @@ def open_around_steps(work: Work) -> None:
 def wrap_methods(work: Work) -> None:
     """Let the steps run with whole parameters, refuse writes into them, and count domains once."""
     module = work.module
-    gathered = module.__dict__[GATHERED] = Gathered(module)
-    replaced = Replaced(module, work.plain)
+    gathered = module.__dict__[GATHERED] = GatheredParameters(module)
+    replaced = ReplacedParameters(module, work.plain)
     for name in work.methods:
         method = getattr(module, name)
         local = LocalTensors()
@@ -112,7 +112,7 @@ def _in_step(method: Callable[..., Any], work: Work) -> Callable[..., Any]:
 
 
 def _as_step(
-    method: Callable[..., Any], work: Work, replaced: Replaced, local: LocalTensors
+    method: Callable[..., Any], work: Work, replaced: ReplacedParameters, local: LocalTensors
 ) -> Callable[..., Any]:
     """Open around a step, and so around FSDP2's hooks, what holds while it runs."""
 

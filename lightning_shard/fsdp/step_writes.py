@@ -32,7 +32,7 @@ _WAY_OUT = (
 )
 
 
-class Gathered:
+class GatheredParameters:
     """The parameters of a sharded module that are whole at the moment, each with its shard."""
 
     def __init__(self, root: nn.Module) -> None:
@@ -257,7 +257,7 @@ def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), version_of(gradient))
 
 
-def refusing_writes(method: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:
+def refusing_writes(method: Callable[..., Any], gathered: GatheredParameters) -> Callable[..., Any]:
     """Let a method that FSDP2 gathers for refuse to write into parameters."""
 
     @functools.wraps(method)
@@ -274,7 +274,7 @@ def copy_attributes(source: Tensor, target: Tensor) -> None:
     own.update({name: value for name, value in given.items() if name not in own})
 
 
-class Replaced:
+class ReplacedParameters:
     """Parameters that a hook has put in the place of those that FSDP2 gathers.
 
     FSDP2 gathers the memory that it knows. Without this, another parameter (after

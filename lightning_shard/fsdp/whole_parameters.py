@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from lightning_shard.fsdp.shard_block import SHOWS_WHOLE, sharded_modules
-from lightning_shard.fsdp.step_writes import GATHERED, Gathered
+from lightning_shard.fsdp.step_writes import GATHERED, GatheredParameters
 from lightning_shard.processes.torch_private.internals import gathers_cast
 
 
@@ -29,7 +29,7 @@ def whole_parameters(module: nn.Module) -> Generator[None]:
         )
     for each in sharded:
         each.reshard()
-    gathered: Gathered = module.__dict__.get(GATHERED) or Gathered(module)
+    gathered: GatheredParameters = module.__dict__.get(GATHERED) or GatheredParameters(module)
     with ExitStack() as stack:
         for each in sharded:
             stack.callback(each.reshard)

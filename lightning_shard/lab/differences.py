@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.processes.torch_private.typed import linalg
+from lightning_shard.tensor.held_alike import gap_of
 
 Value = Tensor | float | str
 
@@ -55,12 +56,6 @@ def difference(found: Value, expected: Value, floor: float) -> float:
         return torch.inf
     scale = torch.where(expected.isnan(), 0, expected) if expected.dtype != torch.bool else expected
     return norm(gap_of(found, expected)) / max(norm(scale), floor, 1e-30)
-
-
-def gap_of(found: Tensor, expected: Tensor) -> Tensor:
-    """Return the difference of two tensors; 0 where both are NaN, or the same infinity."""
-    same = (found.isnan() & expected.isnan()) | (found == expected)
-    return torch.where(same, 0, found - expected) if found.dtype != torch.bool else ~same
 
 
 def relative(gap: float, size: float) -> float:

@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.state import full, full_module_state, parameter_
 from lightning_shard.data.tree import named_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.fsdp.complex_pairs import as_complex, pair_names
-from lightning_shard.lab.differences import Value, gap_of, relative
+from lightning_shard.lab.differences import Value, relative
 from lightning_shard.lab.outputs import Output, Outputs
 from lightning_shard.lab.run import Task, on_each_rank, run_here
 from lightning_shard.lightning import Callback, LightningModule, Trainer
@@ -30,6 +30,7 @@ from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.narrow import is_mapping
 from lightning_shard.tensor import autograd_function, gathering
 from lightning_shard.tensor.escape import allow_gather
+from lightning_shard.tensor.held_alike import gap_of
 from lightning_shard.tensor.placement import gather
 from lightning_shard.trainer.split_summary import SplitSummary, split_summary
 from lightning_shard.trainer.strategy import HybridShardStrategy

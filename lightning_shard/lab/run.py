@@ -122,9 +122,9 @@ def on_each_rank(function: Callable[[Task], T], task: Task) -> list[T]:
     try:
         return simulate(partial(_on_rank, function, task), processes=ranks)  # copied there alone
     except Exception as error:
-        told = traceback.TracebackException.from_exception(error)
-        told.__notes__ = []
-        raise ProcessRaisedException("".join(told.format()), 0, os.getpid()) from error
+        trace = traceback.TracebackException.from_exception(error)
+        trace.__notes__ = []
+        raise ProcessRaisedException("".join(trace.format()), 0, os.getpid()) from error
 
 
 def _on_rank(function: Callable[[Task], T], task: Task) -> T:

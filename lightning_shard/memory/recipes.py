@@ -66,14 +66,14 @@ class Recipes:
         self._makers, self._release = makers, release
         self._found = dict[Page, Recipe | None]()
         self._saved = dict[Page, weakref.ref[Saved] | None]()  # None: not of one dtype
-        self._untold = dict[Page, None]()  # their recipes were not sought yet
+        self._unsought = dict[Page, None]()  # their recipes were not sought yet
 
     def note(self, saved: Saved) -> None:
         """Know how the memory of a page is read."""
         page = saved.page
         if page not in self._saved:
             self._saved[page] = weakref.ref(saved) if saved.is_plain() else None
-            self._untold[page] = None
+            self._unsought[page] = None
         elif (first := self._saved_of(page)) is None or (
             first.alias.dtype != saved.alias.dtype or not saved.is_plain()
         ):
@@ -81,7 +81,7 @@ class Recipes:
 
     def forget(self, page: Page) -> None:
         """Know nothing of a page, which nobody needs any more."""
-        for table in (self._found, self._saved, self._untold):
+        for table in (self._found, self._saved, self._unsought):
             table.pop(page, None)
 
     def of(self, page: Page) -> Recipe | None:
@@ -90,10 +90,10 @@ class Recipes:
 
     def seek(self, pages: Pages, is_only_ours: Callable[[Page], bool]) -> Iterator[Page]:
         """Give those that are made again of the pages that were noted since, a few at a time."""
-        for page in [*islice(self._untold, LOOKED_AT)]:
-            del self._untold[page]
+        for page in [*islice(self._unsought, LOOKED_AT)]:
+            del self._unsought[page]
             if not is_only_ours(page):
-                self._untold[page] = None
+                self._unsought[page] = None
             elif self.sought(pages, page) is not None:
                 yield page
 
@@ -102,7 +102,7 @@ class Recipes:
         if page in self._found or page.host is not None:
             return self.of(page)
         self._found[page] = None
-        self._untold.pop(page, None)
+        self._unsought.pop(page, None)
         saved = self._saved_of(page)
         made = None if saved is None else self._makers.of(saved.alias)
         if made is not None:

@@ -77,12 +77,12 @@ def agree(
     store.set(f"{name}/{rank}", json.dumps([_digest(text), device, devices]))
     if rank == 0:
         try:
-            told = _read(store, name, world_size, timeout_s, check)
+            entries = _read(store, name, world_size, timeout_s, check)
         except TimeoutError as err:
             store.set(f"{name}/verdict", json.dumps([str(err), world_size]))
             _stay_until_read(store, name, world_size)
             raise
-        verdict = _verdict(store, name, told, remedy)
+        verdict = _verdict(store, name, entries, remedy)
         store.set(f"{name}/verdict", json.dumps([verdict, world_size]))
         if verdict:
             _stay_until_read(store, name, world_size)
@@ -112,12 +112,12 @@ def _stay_until_read(store: Any, name: str, world_size: int) -> None:
         time.sleep(0.05)
 
 
-def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
+def _verdict(store: Any, name: str, entries: list[Any], remedy: str) -> str:
     """The first difference; "" if there is none."""
     holder: dict[str, int] = {}
     seen: dict[str, tuple[int, int]] = {}
-    for rank, (digest, device, devices) in enumerate(told):
-        if digest != told[0][0]:
+    for rank, (digest, device, devices) in enumerate(entries):
+        if digest != entries[0][0]:
             first, other = (json.loads(store.get(f"{name}/{r}/facts")) for r in (0, rank))
             key = next(key for key in [*first, *other] if first.get(key) != other.get(key))
             return (
@@ -136,7 +136,7 @@ def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
                 f"ranks {holder[device]} and {rank} use the same device, {device}; start one "
                 "process for each device of a node, and let each see its own or all of them."
             )
-    for rank in range(len(told)):
+    for rank in range(len(entries)):
         store.delete_key(f"{name}/{rank}/facts")
     return ""
 
@@ -145,10 +145,10 @@ def _read(store: Any, name: str, world_size: int, timeout_s: float, check: Check
     """Read what each rank has written; now and then, print the ranks that are waited for."""
     begun = time.monotonic()
     next_word, deadline = begun + WORD_S, begun + timeout_s
-    told: list[Any] = []
+    entries: list[Any] = []
 
     def missing() -> list[int]:
-        return [r for r in range(len(told), world_size) if not store.check([f"{name}/{r}"])]
+        return [r for r in range(len(entries), world_size) if not store.check([f"{name}/{r}"])]
 
     def look() -> None:
         nonlocal next_word
@@ -172,8 +172,8 @@ def _read(store: Any, name: str, world_size: int, timeout_s: float, check: Check
                 f"the ranks {missing()} of {world_size} have not arrived after {timeout_s:.0f} s; "
                 "see what they have printed, and whether they were started."
             ) from err
-        told.append(json.loads(store.get(key)))
-    return told
+        entries.append(json.loads(store.get(key)))
+    return entries
 
 
 def _wait(store: Any, key: str, deadline: float, check: Callable[[], None]) -> None:

@@ -72,7 +72,7 @@ def _check_outer_script(found: Launcher, info: ProcessInfo) -> None:
     env = os.environ
     if found.name != "environment":
         places = (("RANK", info.rank), ("WORLD_SIZE", info.world_size))
-        differs = any(env.get(name, str(told)) != str(told) for name, told in places)
+        differs = any(env.get(name, str(read)) != str(read) for name, read in places)
         if differs and found.starts_all and not found.marker:
             raise _contradiction(found, info)
         return
@@ -83,21 +83,21 @@ def _check_outer_script(found: Launcher, info: ProcessInfo) -> None:
         if not row.marked(env) or (row.says_alone(env) and not complete):
             continue
         try:
-            told = row.read(row, env)
+            read = row.read(row, env)
         except ValueError:  # it tells no place among a known number
             if env[row.rank] != str(info.rank):
                 raise _contradiction(row, None) from None
             continue
-        if info.world_size < told.world_size or (
-            info.world_size == told.world_size and info.rank != told.rank
+        if info.world_size < read.world_size or (
+            info.world_size == read.world_size and info.rank != read.rank
         ):
-            raise _contradiction(row, told)
+            raise _contradiction(row, read)
 
 
-def _contradiction(row: Launcher, told: ProcessInfo | None) -> ValueError:
+def _contradiction(row: Launcher, read: ProcessInfo | None) -> ValueError:
     env, names = os.environ, [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     values = " and ".join(f"{name} is {env[name]}" for name in names)
-    of = f" of {told.world_size}" if told is not None else ""
+    of = f" of {read.world_size}" if read is not None else ""
     believe = f", or set {CHOICE}=environment to believe them" if "RANK" in env else ""
     return ValueError(
         f"the variable {values}, but {row.title} says that this is rank {env[row.rank]}{of} "

@@ -257,15 +257,15 @@ def _check_address(row: Launcher, env: Env, world: int) -> None:
 def of_slurm(row: Launcher, env: Env) -> ProcessInfo:
     """Read the variables of srun, which tells the number of processes of each node."""
     node = _number(env, row.node[0])
-    world, told = _number(env, row.world_size, least=1), env.get(row.local_world_size, "")
+    world, tasks = _number(env, row.world_size, least=1), env.get(row.local_world_size, "")
     tasks = [  # 2(x3),1: of each node
         int(count)
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", told)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
         for _ in range(min(int(times or 1), MOST))
     ]
     if sum(tasks) != world or node >= len(tasks):
         raise ValueError(
-            f"{row.local_world_size} is {told!r}, {row.world_size} {world} and {row.node[0]} "
+            f"{row.local_world_size} is {tasks!r}, {row.world_size} {world} and {row.node[0]} "
             f"{node}, which contradict each other; start the processes by srun."
         )
     rank, local_rank = _number(env, row.rank), _number(env, row.local_rank)

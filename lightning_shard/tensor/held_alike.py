@@ -25,8 +25,8 @@ def are_alike(facts: Sequence[object], domain: Domain) -> bool:
     if math.prod(domain.grid.sizes) == 1:
         return True
     mark = zlib.crc32(repr(facts).encode())  # it has the same size on all ranks
-    told = domain.gathered(torch.tensor(mark, device=device_of(domain)))
-    return bool((told == told[0]).all())
+    found = domain.gathered(torch.tensor(mark, device=device_of(domain)))
+    return bool((found == found[0]).all())
 
 
 def first_different(tensors: Sequence[Tensor], domain: Domain) -> int | None:
@@ -43,14 +43,20 @@ def first_different(tensors: Sequence[Tensor], domain: Domain) -> int | None:
         return None
     with torch.no_grad():
         own = torch.stack([_some_values(x) for x in tensors]).to(device_of(domain))
-        told = domain.gathered(own).cpu()
-    if bool((told == told[0]).all()):
+        found = domain.gathered(own).cpu()
+    if bool((found == found[0]).all()):
         return None
-    apart = torch.where(told.isnan() & told[0].isnan() | (told == told[0]), 0, told - told[0])
-    scale = torch.where(told.isfinite(), told, 0).abs().amax((0, 2))
+    apart = gap_of(found, found[0])
+    scale = torch.where(found.isfinite(), found, 0).abs().amax((0, 2))
     bounds = torch.tensor([_rounding_of(x.dtype) for x in tensors]) * scale
     differ = ~(apart.abs() <= bounds[:, None]).all(2).all(0)
     return int(differ.nonzero()[0]) if differ.any() else None
+
+
+def gap_of(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the difference of two tensors; 0 where both are NaN, or the same infinity."""
+    same = (found.isnan() & expected.isnan()) | (found == expected)
+    return torch.where(same, 0, found - expected) if found.dtype != torch.bool else ~same
 
 
 def device_of(domain: Domain) -> torch.device:

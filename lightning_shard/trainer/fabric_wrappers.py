@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_shard.checkpoint.state import load_optimizer_state
-from lightning_shard.fsdp.step_writes import GATHERED, Gathered
+from lightning_shard.fsdp.step_writes import GATHERED, GatheredParameters
 from lightning_shard.processes.torch_private.internals import backward_pass
 
 _UNSIZED = (
@@ -49,7 +49,7 @@ class Entered(nn.Module):
         return output
 
     @property
-    def gathered(self) -> Gathered:
+    def gathered(self) -> GatheredParameters:
         """The parameters of the module that are whole at the moment."""
         return self.module.__dict__[GATHERED]
 
@@ -103,12 +103,7 @@ class Alike:
 def through(
     loader: DataLoader[Any], batches: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]
 ) -> DataLoader[Any]:
-    """Return a loader like `loader`, which yields what `batches` makes of its batches.
-
-    Args:
-        loader: The loader.
-        batches: Is given the function that begins to read the loader.
-    """
+    """Return a loader like `loader`, which yields what `batches` makes of its batches."""
     kind = type(loader)
 
     class Through(kind):

@@ -78,18 +78,12 @@ class LoggedValues:
         self._world: Any = None  # all ranks, once a Trainer is followed
         self._unread: list[tuple[str, Tensor, Any]] = []  # on a device; read as the epoch ends
         self._replicas: Sequence[int] = ()
-        self._told: set[str] = set()  # names of values that replicas have logged apart
+        self._warned: set[str] = set()  # names of values that replicas have logged apart
 
     def follow(self, trainer: Trainer, device: torch.device, replicas: Sequence[int]) -> None:
-        """Follow the values that a Trainer logs, and the callbacks and schedulers that read them.
-
-        Args:
-            trainer: The Trainer, whose callbacks are followed.
-            device: The device of this process.
-            replicas: The data replica of each rank.
-        """
+        """Follow what a Trainer logs, and the callbacks and schedulers that read it."""
         self._device, self._trainer, self._replicas = device, trainer, replicas
-        self._told.clear()
+        self._warned.clear()
         self._world = dist.group.WORLD  # within a step the default group may be another one
         if self._world is not None and self._order() is None:
             same_blocks(self._world)
@@ -317,8 +311,8 @@ class LoggedValues:
                 f"{_shown(seen[one])} on rank {one} and {_shown(seen[other])} on rank {other}; "
                 f"log it on all ranks, with sync_dist=True."
             )
-        if monitored not in self._told and any(not _same(seen[0], value) for value in seen):
-            self._told.add(monitored)
+        if monitored not in self._warned and any(not _same(seen[0], value) for value in seen):
+            self._warned.add(monitored)
             rank_zero_warn(
                 f"{kind} follows {monitored!r}, of which each data replica has its own value: the "
                 "mean over the replicas decides. self.log(..., sync_dist=True) logs that mean, too."

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.fsdp.shard_block import sharded_modules
-from lightning_shard.fsdp.step_writes import GATHERED, Gathered
+from lightning_shard.fsdp.step_writes import GATHERED, GatheredParameters
 from lightning_shard.ops.elementwise.whole_gradients import are_alike, mark_of
 
 
@@ -38,7 +38,7 @@ class ManualBackward:
         self.optimized = {p for o in optimizers for g in o.param_groups for p in g["params"]}
         self.names = {name for name, p in root.named_parameters() if p in self.optimized}
         self.trained = self.names
-        self.gathered: Gathered = root.__dict__[GATHERED]
+        self.gathered: GatheredParameters = root.__dict__[GATHERED]
         self._loss: Tensor | None = None
         self._shown: list[tuple[Tensor, Tensor, Tensor]] = []  # whole, its shard, the gradient
         self._has_begun = False

@@ -109,13 +109,13 @@ class Peers:
         before = sys.excepthook
         alive = weakref.ref(self)
 
-        def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        def report_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             peers = alive()
             if peers is not None and peers._watch is not None and peers._alone is None:
                 peers._report(peers._watch, error)
             before(kind, error, trace)
 
-        sys.excepthook = told
+        sys.excepthook = report_error
 
     def barrier(self, device: torch.device) -> None:
         """Wait for all ranks."""

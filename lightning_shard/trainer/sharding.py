@@ -176,14 +176,14 @@ def step_one_by_one_if_mixed(optimizer: Optimizer) -> None:
     A checkpoint has what was asked for.
     """
     asked: list[tuple[dict[str, Any], str, Any]] = []
-    told: set[str] = set()
+    warned: set[str] = set()
 
     def before(*_: Any) -> None:
         for group in optimizer.param_groups:
             meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
             for way in {"foreach", "fused"} & group.keys() if len(meshes) > 1 else ():
-                if group[way] and way not in told:
-                    told.add(way)
+                if group[way] and way not in warned:
+                    warned.add(way)
                     warnings.warn(
                         f"{way}=True updates parameters of one mesh; these are of {len(meshes)} "
                         "(kept whole, sharded over all ranks or over data replicas): one by one "

@@ -69,7 +69,7 @@ class AloneGroup(SimulatedGroup):
         # after a collective that has no answer the rank keeps what it brings
         answer = _ANSWERS.get(name, _nothing)
         sent = sent_bytes(name, data, self._place, len(self._members))
-        return self._told(name, self._members, sent, lambda: answer(data, self._place), result)
+        return self._announce(name, self._members, sent, lambda: answer(data, self._place), result)
 
     def _pass_on(self, tensors: Any, route: tuple[int, int, int], *, sends: bool) -> Any:
         tensors = list(tensors)
@@ -77,9 +77,9 @@ class AloneGroup(SimulatedGroup):
         sent = sum(x.nbytes for x in tensors) if sends else 0
         answer = _nothing if sends else _zero
         name = "send" if sends else "recv"
-        return self._told(name, pair, sent, lambda: answer(tensors, self._place), tensors)
+        return self._announce(name, pair, sent, lambda: answer(tensors, self._place), tensors)
 
-    def _told(
+    def _announce(
         self,
         name: str,
         members: tuple[int, ...],

@@ -69,8 +69,8 @@ def _strides(tensors: Sequence[Operand], dim: int, found: Tensor, layout: Layout
         if own is not None and 1 not in t.shape
     ]
     whole = of_joined(dim, *known) if len(known) == len(tensors) else None
-    told = of_whole(tuple(found.shape), found.stride(), layout)
-    return whole if whole == told else None
+    strides = of_whole(tuple(found.shape), found.stride(), layout)
+    return whole if whole == strides else None
 
 
 def _axes_of_joined(tensors: Sequence[Operand], dim: int, layout: Layout) -> tuple[int, ...]:

@@ -102,10 +102,10 @@ def by_counts(x: Subdomain, d: int, counts: Operand, output_size: int | None) ->
     axes, grid = factors[0].axes, x.layout.grid
     group = x.domain.group(axes)
     least = often.min() if len(often) else often.new_zeros(())
-    told = of_all(torch.stack([often.sum(), least]), group).cpu()
-    if int(told[:, 1].min()) < 0:
+    sums = of_all(torch.stack([often.sum(), least]), group).cpu()
+    if int(sums[:, 1].min()) < 0:
         raise RuntimeError("repeats can not be negative")
-    sizes = integers(told[:, 0])
+    sizes = integers(sums[:, 0])
     total = sum(sizes)
     if output_size not in (None, total):
         raise RuntimeError(f"allocated size {output_size} does not match required size {total}")

@@ -47,7 +47,7 @@ class Failure:
         text = f"rank {rank}: {type(error).__name__}: {error}".removesuffix(": ")
         return cls(rank, " ".join([text, *getattr(error, "__notes__", ())]))
 
-    def told_by(self, rank: int) -> str:
+    def reason_for(self, rank: int) -> str:
         """Return the rest of the sentence "[rank 0] ended, because" for this `rank`."""
         if self.code == SIGTERM_CODE:
             return f"of SIGTERM on rank {self.rank}"
@@ -81,9 +81,9 @@ def is_lost_connection(error: BaseException | None) -> bool:
     return False
 
 
-def unpacked(told: bytes) -> Failure:
+def unpacked(packed: bytes) -> Failure:
     """Return the failure that a rank has packed."""
-    return Failure(*json.loads(told))
+    return Failure(*json.loads(packed))
 
 
 def ended(ranks: Sequence[int]) -> Failure:

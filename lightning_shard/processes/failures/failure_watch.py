@@ -291,4 +291,4 @@ class FailureWatch:
 
     def _why(self) -> str:
         alone = "it failed, and did not end by itself"
-        return self.heard.told_by(self.rank) if self.heard else alone
+        return self.heard.reason_for(self.rank) if self.heard else alone

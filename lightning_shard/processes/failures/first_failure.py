@@ -20,14 +20,7 @@ class FirstFailure:
     """
 
     def __init__(self, store: Any, prefix: str, rank: int, ranks: int) -> None:
-        """Begin; all ranks do.
-
-        Args:
-            store: The store in which the ranks meet.
-            prefix: The beginning of the names in it.
-            rank: The rank of this process.
-            ranks: Number of ranks.
-        """
+        """Begin; all ranks do."""
         self.heard: Failure | None = None
         self._store, self._prefix, self._rank, self._ranks = store, prefix, rank, ranks
         self._heard = f"{prefix}/heard"  # how many ranks have
@@ -46,8 +39,8 @@ class FirstFailure:
             RuntimeError: The store has ended.
             TimeoutError: The store does not answer within `limit_s`.
         """
-        told = failure.packed()
-        return talk.ask(lambda: self._hear(self._set_once("reason", told)), limit_s)
+        packed = failure.packed()
+        return talk.ask(lambda: self._hear(self._set_once("reason", packed)), limit_s)
 
     def wait_until_heard(self, talk: StoreThread) -> None:
         """Wait until all ranks have heard, or `HEARD_S`: those who have ended never do.
@@ -111,9 +104,9 @@ class FirstFailure:
         """Return the answer that was found first, by this rank or another."""
         return talk.ask(lambda: self._set_once("found", answer)).decode()
 
-    def _hear(self, told: bytes) -> Failure:
+    def _hear(self, packed: bytes) -> Failure:
         if self.heard is None:
-            self.heard = unpacked(told)
+            self.heard = unpacked(packed)
             self._store.add(self._heard, 1)
         return self.heard
 

@@ -89,7 +89,7 @@ class LoneWaits:
         self._store, self._looked_at = store_of_attempt().clone(), threading.get_ident()
         # when a thread was first seen in a call that waits: by its number, frame and instruction
         self._since: dict[tuple[int, int, int], float] = {}
-        (self._told_at,), self._told = stuck_at([self._rank]), ""
+        (self._key,), self._written = stuck_at([self._rank]), ""
         self._thread = StoreThread(self._look, every_s=LOOK_S)
         atexit.register(self.close)
 
@@ -109,14 +109,14 @@ class LoneWaits:
         stuck = next((key for key in long if key[0] == self._looked_at), None)
         if stuck is not None:
             apart_s = IN_TRAINER_S if self._in_trainer else APART_S
-            told = json.dumps([*waits[stuck], now - self._since[stuck] > apart_s])
-            if self._told != told:
-                self._store.set(self._told_at, told)
-                self._told = told
+            text = json.dumps([*waits[stuck], now - self._since[stuck] > apart_s])
+            if self._written != text:
+                self._store.set(self._key, text)
+                self._written = text
             self._compare()
-        elif self._told:
-            self._store.delete_key(self._told_at)
-            self._told = ""
+        elif self._written:
+            self._store.delete_key(self._key)
+            self._written = ""
 
     def _compare(self) -> None:
         keys = stuck_at(range(self._ranks))

@@ -131,8 +131,8 @@ class EpochReport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print where the checkpoints are, and how to go on, unless the command line does."""
         folder = trainer.log_dir or trainer.default_root_dir  # a collective
-        told = any(getattr(callback, "has_last_words", False) for callback in callbacks_of(trainer))
-        if told or not trainer.is_global_zero:
+        said = any(getattr(callback, "has_last_words", False) for callback in callbacks_of(trainer))
+        if said or not trainer.is_global_zero:
             return
         ended = training_ended(trainer, time.perf_counter() - self._fit_began_s)
         print("\n".join([f"{ended} Everything is in {folder}", *checkpoint_lines(trainer)]))

@@ -66,9 +66,9 @@ class XPUAccelerator(Accelerator):
         for a reading and needs Level Zero's Sysman library).
         """
         stats: dict[str, Any] = dict(torch.xpu.memory_stats(device))
-        if memory := _told("mem_get_info", device):
+        if memory := _ask_driver("mem_get_info", device):
             stats["free_bytes"], stats["total_bytes"] = memory
-        utilization = _told("utilization", device)
+        utilization = _ask_driver("utilization", device)
         return stats if utilization is None else stats | {"utilization_percent": utilization}
 
     @override
@@ -175,7 +175,7 @@ def _read(devices: Any) -> Any:
     return devices if devices == "auto" or type(devices) is int else None
 
 
-def _told(name: str, device: torch.device | str | int) -> Any:
+def _ask_driver(name: str, device: torch.device | str | int) -> Any:
     """Read a value of the driver by `torch.xpu`; None if torch, library or rights lack it."""
     ask = getattr(torch.xpu, name, None)
     try:
