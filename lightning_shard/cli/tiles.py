@@ -106,11 +106,6 @@ def builder(command: str, config: Any, build: Callable[..., Any]) -> Callable[..
 
     The configuration keeps the class that the user named, so that the one that is saved serves
     other devices as well, and predictions.
-
-    Args:
-        command: The command of Lightning.
-        config: Its resolved options.
-        build: Makes an object of a class.
     """
 
     def built(kind: type, *args: Any, **options: Any) -> Any:

@@ -77,12 +77,7 @@ def note(sentence: str) -> None:
 
 
 def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
-    """Print `error: <sentence>` from one rank and exit on all, with 2 for a UsageError, else 1.
-
-    Args:
-        err: The error.
-        given: The options that it names, with their places.
-    """
+    """Print `error: <sentence>` from one rank and exit on all, with 2 for a UsageError, else 1."""
     is_usage = isinstance(err, UsageError)
     on_all_ranks = is_usage or type(err).__name__ == "DisagreementError"
     if not is_first_rank():

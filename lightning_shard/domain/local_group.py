@@ -35,10 +35,6 @@ class Later(Generic[T]):
 def after(value: T | Later[T], rest: Callable[[T], R]) -> R:
     """Go on with the value of an exchange, at once or when it is there.
 
-    Args:
-        value: The value of an exchange.
-        rest: A function from it to the result.
-
     Returns:
         What `rest` gives. It is a `Later` if the value is one; only a rule's caller sees that.
     """
@@ -87,12 +83,7 @@ class LocalGroup(ABC):
 
     @abstractmethod
     def together(self, value: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
-        """Bring a value, and return what `compute` gives this member, with its graph.
-
-        Args:
-            value: The value of this member.
-            compute: A function from the values of all members to the result of each.
-        """
+        """Bring a value, and return what `compute` gives this member, with its graph."""
 
     @abstractmethod
     def later(self, value: Any, compute: Callable[[list[Any]], list[Any]]) -> Later[Any]:

@@ -47,12 +47,7 @@ def places_by_rank(factors: Dim, axes: tuple[int, ...], grid: Grid) -> list[Tens
 
 
 def relaid(x: Subdomain, target: Layout) -> Subdomain:
-    """Make each split dim either whole, or split as `target` splits it.
-
-    Args:
-        x: The split tensor.
-        target: A layout of its shape.
-    """
+    """Make each split dim either whole, or split as `target` splits it."""
     while waiting := [d for d in x.layout.split_dims if not _is_alike(x.layout, target, d)]:
         free = [d for d in waiting if not _others(x.layout, d) & {*target.axes(d)}]
         dim = (free or waiting)[0]

@@ -19,11 +19,6 @@ def check_same_module(
 ) -> None:
     """Compare names, shapes and dtypes of the module, and how it is to be sharded.
 
-    Args:
-        module: The module of this rank.
-        options: The options of this rank.
-        group: All ranks that shard the module.
-
     Raises:
         DisagreementError: Two ranks differ; raised on all of them.
         ValueError: A parameter has no shape yet.

@@ -117,12 +117,7 @@ class SameBlocks:
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
-        """Begin without an order.
-
-        Args:
-            ranks: The ranks that shard the same modules, or all ranks.
-            rank: The rank of this process.
-        """
+        """Begin without an order."""
         self.group_store = default_store()
         self.ranks, self._rank = ranks, rank
         self._store, self._answers = (store_of_attempt().clone() for _ in range(2))

@@ -40,12 +40,7 @@ class UnusedParameters:
     """
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup) -> None:
-        """Follow the backward passes of a module.
-
-        Args:
-            root: The module, whose blocks are sharded.
-            group: All ranks that shard it.
-        """
+        """Follow the backward passes of a module."""
         self.some: bool | None = None
         self.unreduced = Unreduced()
         self._group = group

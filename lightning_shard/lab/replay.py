@@ -57,12 +57,7 @@ class Replay:
     """Lets the ranks of a mesh go through a step each, on links."""
 
     def __init__(self, steps: Sequence[Timeline], cost: Callable[[Collective], Cost]) -> None:
-        """Choose the steps of the ranks that are known; others do as those that they meet.
-
-        Args:
-            steps: One step of each rank that is known.
-            cost: Returns the time of a collective.
-        """
+        """Choose the steps of the ranks that are known; others do as those that they meet."""
         self._ranks = {step.rank: _Rank(step) for step in steps}
         self._cost = cost
         self._met: dict[tuple[tuple[int, ...], int], _Met] = {}

@@ -112,11 +112,7 @@ class StepCheck:
         return "training step" if self.is_training else self.step
 
     def lines(self, ranks: str) -> list[str]:
-        """Return the result as lines of text.
-
-        Args:
-            ranks: The mesh in words.
-        """
+        """Return the result as lines of text."""
         if self.refused:
             return [f"On {ranks} the {self.name} stopped: {self.refused}"]
         verdict = "DIFFERS FROM" if self.beyond else "equals"

@@ -74,12 +74,7 @@ class StepMemory:
     def __init__(
         self, operators: Sequence[tuple[list[Part], list[Part]]], device: torch.device
     ) -> None:
-        """Find when memory is made, and when it is used last.
-
-        Args:
-            operators: The tensors that each operator is given, and those that it makes.
-            device: The device of the tensors.
-        """
+        """Find when memory is made, and when it is used last."""
         self._device = device
         # the part and the tensor that were made in some memory
         self._of: dict[int, tuple[Part, Tensor]] = {}

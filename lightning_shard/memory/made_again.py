@@ -149,11 +149,7 @@ class Made:
         self.calls = calls
 
     def again(self, value: Callable[[Operand], Tensor]) -> Tensor:
-        """Call the function again, without a graph.
-
-        Args:
-            value: Gives the tensor that an operand was.
-        """
+        """Call the function again, without a graph."""
         args, kwargs = self._arguments
         args = [_swapped(x, Operand, value) for x in args]
         kwargs = {name: _swapped(x, Operand, value) for name, x in kwargs.items()}
@@ -194,14 +190,7 @@ class Makers:
         return made if is_it else None
 
     def noted(self, function: Function, plain: Function, args: Any, kwargs: Any) -> Any:
-        """Call a cheap function, and note that it made its result.
-
-        Args:
-            function: It is called.
-            plain: A function that makes its result anew.
-            args: Its arguments.
-            kwargs: Its named arguments.
-        """
+        """Call a cheap function, and note that it made its result."""
         rule = _ARGUMENTS.get(plain)
         own, named = (args, kwargs) if rule is None else rule(*args, **kwargs)
         given = _tensors(own, named)

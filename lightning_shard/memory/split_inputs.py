@@ -111,9 +111,6 @@ def wraps(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
     """Make a decorator as `functools.wraps` does, whose result names the first method of a chain.
 
     Lightning asks one level down which arguments a step takes.
-
-    Args:
-        method: The method that the decorated function calls.
     """
 
     def decorate(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -111,10 +111,6 @@ def shared_on_a_rank(plain: Tensor, beside: Subdomain) -> bool:
 
     One rank alone may keep a view, as rank 0 does to draw it. And a thread that looks where the
     others are keeps the last function that has looked at the tensor (failures/lone_waits.py).
-
-    Args:
-        plain: The plain tensor, which each rank has.
-        beside: A split tensor of the domain.
     """
     if is_view(plain):  # by the program, which is that of every rank
         return True

@@ -61,9 +61,6 @@ def share_cores(processes: int) -> None:
 
     More threads than cores wait for each other in every operation. A variable OMP_NUM_THREADS of
     the user counts instead.
-
-    Args:
-        processes: The number of processes that share the cores.
     """
     import torch
 

@@ -64,10 +64,6 @@ def split_class(base: Any, stranger: type[Tensor]) -> Any:
 def class_for(base: Any, cls: type[Tensor]) -> Any:
     """Return the class of a split tensor that is to be of the class `cls`.
 
-    Args:
-        base: The class of split tensors.
-        cls: The class that `as_subclass` was given.
-
     Raises:
         UnsupportedOperationError: The class computes below autograd itself.
     """

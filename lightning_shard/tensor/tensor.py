@@ -248,13 +248,6 @@ def on_parts(
 ) -> Any:
     """Run a rule on arguments with parts in the place of split tensors; return what it gives.
 
-    Args:
-        rule: The rule of the function, if it has one.
-        func: The function.
-        local_args: Its arguments.
-        local_kwargs: Its arguments by name.
-        parts: The parts among them.
-
     Raises:
         UnsupportedOperationError: There is no rule, or it does not serve this call.
     """

@@ -48,14 +48,7 @@ _accepted: set[Any] = set()
 def refuse_wrong_call(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], kind: type[Tensor]
 ) -> None:
-    """Raise what torch raises for this call in one process, if it does so whatever the values.
-
-    Args:
-        func: The torch function.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-        kind: The class of split tensors.
-    """
+    """Raise what torch raises for this call in one process, if it does so whatever the values."""
     try:
         key = func, is_autocast(), *[_key(a, kind) for a in args]
         if kwargs:

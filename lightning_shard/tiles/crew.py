@@ -112,10 +112,6 @@ class Crew:
     def run_for_all(self, job: Callable[[], T], reads: int) -> T:
         """Run a job once, which computes for all tiles and exchanges nothing.
 
-        Args:
-            job: Is given nothing.
-            reads: The bytes of the fields that it reads.
-
         Raises:
             TurnsNeededError: It exchanges something.
         """
@@ -214,12 +210,6 @@ class Crew:
         """Bring a value for the last exchange of a rule, whose results have a graph.
 
         The tile's job ends without them, and is ended by `run` once all tiles have come so far.
-
-        Args:
-            members: The tiles of the group.
-            place: The member that calls.
-            value: Its value.
-            compute: A function from the values of all members to the result of each.
         """
         exchange = self._brought(members, place, value, "together")
         if not exchange.missing:

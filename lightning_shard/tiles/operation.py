@@ -340,13 +340,7 @@ def as_field(tiles: Tiles, grad: Any, layouts: Sequence[Layout] | None) -> Tenso
 
 
 def cut_as(tensor: Tensor, tiles: Tiles, layouts: Sequence[Layout]) -> TileTensor:
-    """Cut a whole tensor into tiles, each of which gets a copy of its rows.
-
-    Args:
-        tensor: The whole tensor.
-        tiles: The tiles.
-        layouts: The layout of each tile.
-    """
+    """Cut a whole tensor into tiles, each of which gets a copy of its rows."""
     call = Call(tiles, [tensor], records=torch.is_grad_enabled() and tensor.requires_grad)
     strides = of_copy(tuple(tensor.shape), tensor.stride())
 

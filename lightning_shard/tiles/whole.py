@@ -92,12 +92,7 @@ def gathered_tiles(field: TileTensor, device: torch.device | None = None) -> Ten
 
 
 def each_part(field: TileTensor, use: Callable[[Tensor, tuple[slice, ...]], None]) -> None:
-    """Call a function with the rows of each tile, one after the other, and with their place.
-
-    Args:
-        field: The field.
-        use: A function of rows and of their place in the whole tensor.
-    """
+    """Call a function with the rows of each tile, one after the other, and with their place."""
     field = fresh(field)
     layout = field.parts[0].layout
     if layout is None or any(len(dim) > 1 for dim in layout.dims):  # a view that joined dims

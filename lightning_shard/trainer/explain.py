@@ -122,13 +122,7 @@ def _refusals_behind(error: BaseException) -> Sequence[BaseException]:
 def explain(
     error: BaseException, optimizers: Iterable[Optimizer] = (), *, by_hand: bool = False
 ) -> None:
-    """Add a remedy to `error` if one is known, as a note with which its traceback ends.
-
-    Args:
-        error: The error that ended a run.
-        optimizers: The optimizers of the run.
-        by_hand: True if the module optimizes by hand.
-    """
+    """Add a remedy to `error` if one is known, as a note with which its traceback ends."""
     optimizer = _optimizer_of(error, optimizers)
     if optimizer is not None:
         notes = [_OF_OPTIMIZERS.format(type(optimizer).__name__)]

@@ -333,12 +333,7 @@ def reads_in_turn(loop: Any) -> bool:
 
 
 def pass_over(loop: Any, loader: int) -> None:
-    """Count a step of an evaluation that this rank does not run, as if it had run it.
-
-    Args:
-        loop: The loop of the evaluation.
-        loader: The number of the loader.
-    """
+    """Count a step of an evaluation that this rank does not run, as if it had run it."""
     loop.batch_progress.increment_by(1, loop.batch_progress.is_last_batch)
     # values count to a loader where steps read several loaders in turn
     loop._results.dataloader_idx = loader if loop.num_dataloaders > 1 else None

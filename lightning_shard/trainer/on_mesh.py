@@ -295,13 +295,6 @@ def register(
     name: str,
     description: str = "FSDP2 and spatial domain decomposition on one device mesh",
 ) -> None:
-    """Give a strategy its name in the registry of Lightning or of Fabric, once.
-
-    Args:
-        registry: The registry.
-        kind: The class that the name makes.
-        name: The name.
-        description: A line on the strategy, for lists.
-    """
+    """Give a strategy its name in the registry of Lightning or of Fabric, once."""
     if name not in registry:
         registry.register(name, kind, description=description)

@@ -173,12 +173,7 @@ class ProcessMesh:
             _check_that_cpu_is_carried()
 
     def arrange(self, device: torch.device, *, per_node: int) -> DeviceMesh:
-        """Return the mesh of the processes that have joined; the first stage makes it.
-
-        Args:
-            device: The device of this process.
-            per_node: Number of processes on each node.
-        """
+        """Return the mesh of the processes that have joined; the first stage makes it."""
         if self.mesh is None:
             data = self._data_size(dist.get_world_size())
             shared_by = per_node if self.shard_size == "node" else self.shard_size

@@ -66,12 +66,7 @@ def seeded(seed: int) -> Generator[None]:
 
 
 def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
-    """Let the ranks of a domain draw the same random numbers for what they all compute.
-
-    Args:
-        mesh: The domain mesh, of one or several axes.
-        device: The device of this process.
-    """
+    """Let the ranks of a domain draw the same random numbers for what they all compute."""
     if mesh.size() > 1:
         states = [random_state(device)]
         for axis in reversed(range(mesh.ndim)):
@@ -108,12 +103,7 @@ class SharedNumbers:
         self._has_warned = False
 
     def follow(self, mesh: DeviceMesh, device: torch.device) -> None:
-        """Begin to compare the ranks of a domain.
-
-        Args:
-            mesh: The domain mesh, of one or several axes.
-            device: The device of this process.
-        """
+        """Begin to compare the ranks of a domain."""
         self._mesh = mesh if mesh.size() > 1 and is_of_processes() else None
         self._device = device
         if self._mesh is not None:

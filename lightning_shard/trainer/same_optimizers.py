@@ -14,11 +14,7 @@ _SIMPLE = (bool, int, float, complex, str, type(None))
 
 
 def facts_of_optimizers(optimizers: Sequence[Any]) -> dict[str, str]:
-    """Name the class, the parameters and the options of each optimizer.
-
-    Args:
-        optimizers: The optimizers of one program, in its order.
-    """
+    """Name the class, the parameters and the options of each optimizer."""
     facts: dict[str, str] = {}
     for number, optimizer in enumerate(optimizers):
         of = f"of optimizer {number}"
@@ -60,11 +56,6 @@ def refuse_other_optimizers(
     digests: Sequence[int], optimizers: Sequence[Any], group: dist.ProcessGroup
 ) -> None:
     """Raise on all ranks of a group if their optimizers have come to differ in a training.
-
-    Args:
-        digests: `digest_of_optimizers` of each rank.
-        optimizers: The optimizers of this rank.
-        group: All ranks.
 
     Raises:
         DisagreementError: Two ranks differ.

@@ -98,13 +98,6 @@ class SampleOrder:
         """Choose in place of Lightning the samples of each rank, but not for predictions.
 
         Of those Lightning gives each data replica its part. One replica reads as one process does.
-
-        Args:
-            trainer: The Trainer of this rank.
-            domain: The ranks that read the same samples.
-            replicas: Number of data replicas.
-            replica: The data replica of this rank.
-            device: The device of this rank.
         """
         self._trainer, self._domain, self._device = trainer, domain, device
         self._replicas, self._replica = replicas, replica

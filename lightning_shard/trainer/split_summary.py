@@ -55,11 +55,7 @@ class Announcements:
     """
 
     def __init__(self, *, by_default: bool = False) -> None:
-        """Begin with nothing printed.
-
-        Args:
-            by_default: True if the user named no dims.
-        """
+        """Begin with nothing printed."""
         self._said: set[tuple[TrainerFn | None, str]] = set()
         self._newest, self._by_default = SplitSummary(), by_default
 

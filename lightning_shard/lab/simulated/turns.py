@@ -29,11 +29,7 @@ class Turns:
     """
 
     def __init__(self, bodies: list[Callable[[], Any]]) -> None:
-        """Begin without a rank that runs.
-
-        Args:
-            bodies: The functions that the ranks run.
-        """
+        """Begin without a rank that runs."""
         self.values: list[Any] = [None] * len(bodies)
         self._bodies = bodies
         self._states: list[State] = []
@@ -45,9 +41,6 @@ class Turns:
 
     def run(self, states: list[State]) -> None:
         """Run all ranks to their ends.
-
-        Args:
-            states: The states in which they begin.
 
         Raises:
             BaseException: The error of the first rank that failed, with a note of its number.

@@ -31,11 +31,7 @@ class Sleep:
         self._made += count
 
     def is_over(self, reads: int) -> bool:
-        """Return True if the tiles hold too much, or are about to; then nobody asks again.
-
-        Args:
-            reads: The bytes of what an operation is about to read.
-        """
+        """Return True if the tiles hold too much, or are about to; then nobody asks again."""
         if self._held + CAUTION * self._made + reads < self._limit:
             return False
         self._held, self._made = self.held(), 0

@@ -13,14 +13,7 @@ class Heartbeats:
     """The heartbeats of all ranks. Only the thread that talks to the store calls the methods."""
 
     def __init__(self, store: Any, prefix: str, rank: int, ranks: int) -> None:
-        """Begin; all ranks do.
-
-        Args:
-            store: The store in which the ranks meet.
-            prefix: The beginning of the names in it.
-            rank: The rank of this process.
-            ranks: Number of ranks.
-        """
+        """Begin; all ranks do."""
         self._store, self._prefix = store, prefix
         self.rank, self.ranks = rank, ranks
         self._seen: dict[int, tuple[int, float]] = {}  # by rank a count, and since when it is that
