@@ -9,8 +9,6 @@ from typing import Any
 
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.usage import UsageError, as_usage_error, nearest_file
-from lightning_shard.lightning import AcceleratorRegistry, StrategyRegistry
-from lightning_shard.processes.nearest import nearest
 from lightning_shard.trainer.asked_devices import count_of, names_all
 
 CKPT_WORDS = ("best", "last", "hpc", "registry")
@@ -48,21 +46,22 @@ def check_numbers(config: Any, given: Given) -> None:
 
 
 def check(config: Any, given: Given) -> None:
-    """Refuse names, files and options that cannot run here, as `check_numbers` does."""
+    """Refuse files and variables of a launcher that do not fit, as `check_numbers` does."""
     trainer = config.trainer
-    _check_names(trainer, given)
     with as_usage_error(ValueError):
         if names_all(trainer.accelerator, trainer.devices):
             trainer.devices = 1  # Lightning counts those that this process sees
-    _check_files(config, given)
-    options, key = strategy_options(trainer), "trainer.strategy.sharding"
-    sharding = options.get("sharding", "full")
-    nested = {"mode": sharding} if isinstance(sharding, str) else sharding
-    if nested.get("mode") == "none" and nested.get("cpu_offload"):
-        raise UsageError(
-            f"{key} is none{_at(given, key)}, but cpu_offload needs shards to move; use sharding "
-            "full, or leave out cpu_offload"
-        )
+    path, folder = config.get("ckpt_path"), config.trainer.default_root_dir
+    is_file = isinstance(path, str) and path not in CKPT_WORDS and ":" not in path
+    if is_file and not Path(path).exists():
+        close = nearest_file(Path(path))
+        raise UsageError(f"ckpt_path '{path}'{_at(given, 'ckpt_path')} does not exist{close}")
+    if isinstance(folder, str) and "://" not in folder:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            key, why = "trainer.default_root_dir", f"cannot be made: {err.strerror}"
+            raise UsageError(f"{key} '{folder}'{_at(given, key)} {why}") from err
 
 
 def strategy_options(trainer: Any) -> Any:
@@ -78,33 +77,6 @@ def sizes_of(trainer: Any) -> tuple[Any, Any]:
         return None, None
     sizes = strategy_options(trainer)
     return sizes.get("domain_parallel_size", 1), sizes.get("data_parallel_size", "auto")
-
-
-def _check_names(trainer: Any, given: Given) -> None:
-    for option, names in (
-        ("strategy", StrategyRegistry.available_strategies()),
-        ("accelerator", [*AcceleratorRegistry.available_accelerators(), "gpu"]),
-    ):
-        value = trainer[option]
-        if isinstance(value, str) and value not in {"auto", *names}:
-            close = nearest(value, ["auto", *names], "") or f"; use one of auto, {', '.join(names)}"
-            if option == "strategy" and value.endswith("Strategy"):
-                close = f"; to name a class write trainer.strategy.class_path: {value}"
-            raise UsageError(f"unknown {option} '{value}'{_at(given, f'trainer.{option}')}{close}")
-
-
-def _check_files(config: Any, given: Given) -> None:
-    path, folder = config.get("ckpt_path"), config.trainer.default_root_dir
-    is_file = isinstance(path, str) and path not in CKPT_WORDS and ":" not in path
-    if is_file and not Path(path).exists():
-        close = nearest_file(Path(path))
-        raise UsageError(f"ckpt_path '{path}'{_at(given, 'ckpt_path')} does not exist{close}")
-    if isinstance(folder, str) and "://" not in folder:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as err:
-            key, why = "trainer.default_root_dir", f"cannot be made: {err.strerror}"
-            raise UsageError(f"{key} '{folder}'{_at(given, key)} {why}") from err
 
 
 def _at(given: Given, key: str) -> str:

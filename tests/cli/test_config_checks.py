@@ -9,7 +9,7 @@ from tests.cli.test_errors import one_quiet_process as one_quiet_process
 
 @pytest.mark.parametrize(
     ("asked", "cuda", "found"),
-    [("auto", False, "xpu"), ("gpu", False, "xpu"), ("gpu", True, "gpu"), ("cpu", False, "cpu")],
+    [("auto", False, "xpu"), ("gpu", False, "xpu"), ("gpu", True, "cuda"), ("cpu", False, "cpu")],
 )
 def test_a_machine_with_intel_gpus(monkeypatch, asked, cuda, found):
     """Lightning's own "auto" is the CPU there, and its "gpu" an error."""

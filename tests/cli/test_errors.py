@@ -164,14 +164,6 @@ FILES = {
         "trainer:\n  precision: bf16-mixd\n",
         "got 'bf16-mixd' at x.yaml:2; did you mean 'bf16-mixed'?",
     ),
-    "strategy name": (
-        "trainer:\n  strategy: dpp\n",
-        "unknown strategy 'dpp' (at x.yaml:2); did you mean 'ddp'?",
-    ),
-    "accelerator name": (
-        "trainer:\n  accelerator: cud\n",
-        "unknown accelerator 'cud' (at x.yaml:2); did you mean 'cuda'?",
-    ),
     "checkpoint": (
         "ckpt_path: bases.ckpt\n",
         "ckpt_path 'bases.ckpt' (at x.yaml:1) does not exist; did you mean 'base.ckpt'?",
@@ -240,14 +232,6 @@ WORDS = {
     "short class": (
         ["fit", "--model", "NedsWidth", "--data", "Data"],
         "unknown class 'NedsWidth' for model on the command line; did you mean 'NeedsWidth'?",
-    ),
-    "strategy class as a name": (
-        ["fit", "--config", "base.yaml", "--trainer.strategy", "DDPStrategy"],
-        "to name a class write trainer.strategy.class_path: DDPStrategy",
-    ),
-    "strategy": (
-        ["fit", "--config", "base.yaml", "--trainer.strategy", "zzz"],
-        "unknown strategy 'zzz' (on the command line); use one of auto, ddp,",
     ),
 }
 

@@ -77,7 +77,6 @@ IN_THE_FILE = [
     ("CosineAnnealingLR", "CosineAnealingLR", f"{COSINE}.class_path", "CosineAnnealingLR"),
     # values
     ("max_epochs: 12", "max_epochs: twelve", "trainer.max_epochs", "an integer or null"),
-    ("accelerator: auto", "accelerator: gpuu", "unknown accelerator", "gpu"),
     ("devices: auto", "devices: two", "trainer.devices", "auto"),
     ("domain_parallel_size: 1", "domain_parallel_size: two",
      "trainer.strategy.init_args.domain_parallel_size", "auto"),
@@ -240,8 +239,6 @@ ON_THE_COMMAND_LINE = [
     ("--trainer.logger CSVLoger", "trainer.logger", "did you mean 'CSVLogger'?"),
     ("--trainer.logger CSVLogger --trainer.logger.save_dirr x", "trainer.logger.save_dirr",
      "did you mean 'save_dir'?"),
-    ("--trainer.strategy HybridShardStrategy", "unknown strategy",
-     "to name a class write trainer.strategy.class_path"),
     ("--trainer.strategy.domain_parallel_size two", "trainer.strategy.domain_parallel_size",
      "auto or an integer or a list of integers; got 'two'"),
     ("--trainer.strategy.shard_dims x", "trainer.strategy.shard_dims", "or null; got 'x'"),
