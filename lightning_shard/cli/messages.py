@@ -18,7 +18,7 @@ from pydoc import locate
 from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
 
 from lightning_shard.cli.positions import COMMAND_LINE, WORKLOADS, Given, Option, bare
-from lightning_shard.cli.usage import UsageError, missing_package
+from lightning_shard.cli.usage import UsageError
 from lightning_shard.lightning import LightningArgumentParser
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.nearest import nearest
@@ -204,8 +204,7 @@ def _import_problem(path: str) -> str:
     except Exception as err:
         if isinstance(err, ModuleNotFoundError) and f"{module}.".startswith(f"{err.name}."):
             return ""  # the parser says that there is no such module
-        failed = f"importing '{module}' failed: {type(err).__name__}: {err}"
-        return "; ".join([failed, *missing_package(err)])
+        return f"importing '{module}' failed: {type(err).__name__}: {err}"
     return ""
 
 

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,10 +23,6 @@ from lightning_shard.processes.process_info import rank_variables
 
 ENV_PREFIX = "LIGHTNING_SHARD"
 SAYS_ALL = (ValueError, OSError, NotImplementedError)  # their sentences need no kind
-_DISTRIBUTIONS = {  # names by which packages are installed, where they are other than imported
-    "PIL": "pillow", "cv2": "opencv-python-headless", "skimage": "scikit-image",
-    "sklearn": "scikit-learn", "yaml": "pyyaml",
-}  # fmt: skip
 LONGEST = 200  # characters of a cause
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
 
@@ -87,7 +82,7 @@ def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
     lines = [f"error: {_sentence(err)}", *([err.hint] if is_usage and err.hint else [])]
     if not on_all_ranks:
         lines += [*getattr(err, "__notes__", []), *_causes(err)]
-        lines += [*missing_package(err), *_given_by_place(err)]
+        lines += _given_by_place(err)
         lines += [f"{_raised_in(err)}; {ENV_PREFIX}_TRACEBACK=1 shows the traceback", *given]
         lines += [f"called at {place}"] if (place := _in_code_of_the_user(err)) else []
     prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _rank()}] "
@@ -114,16 +109,6 @@ def _sentence(err: Exception) -> str:
     if isinstance(err, SAYS_ALL) or type(err).__module__ != "builtins":
         return said or name
     return f"{name}: {said}" if said else name
-
-
-def missing_package(err: BaseException) -> list[str]:
-    """Say how to install a package that is not there, if that is the error."""
-    if not isinstance(err, ModuleNotFoundError) or not err.name or "pip install" in str(err):
-        return []
-    top = err.name.partition(".")[0]
-    if find_spec(top) is not None:  # the package is there; a part of it is not
-        return []
-    return [f"pip install {_DISTRIBUTIONS.get(top, top)} installs it, if it is no file of yours"]
 
 
 def _given_by_place(err: BaseException) -> list[str]:
