@@ -16,16 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.processes.torch_private.internals import own_parameters
 from lightning_shard.processes.torch_private.typed import named_modules
-from lightning_shard.tensor.mixins import mix_in
+from lightning_shard.tensor.mixins import Mixin, mix_in
 
 
-class _ComplexView:
+class _ComplexView(Mixin):
     """Mixin of a module whose parameters named in `_pairs` are read as complex tensors."""
 
     _pairs: frozenset[str]
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing to register: the class stands for its base (tltorch would list it by name)."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]

@@ -33,19 +33,16 @@ from lightning_shard.domain.layout import Layout, partition
 from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
 from lightning_shard.memory.neuralop.factorized import fills, kind_of, terms, travels_less
 from lightning_shard.processes.torch_private.internals import own_parameters
-from lightning_shard.tensor.mixins import is_a, mix_in
+from lightning_shard.tensor.mixins import Mixin, is_a, mix_in
 from lightning_shard.tensor.tensor import DomainTensor
 
 
-class _SplitByMode:
+class _SplitByMode(Mixin):
     """Mixin of a factorized dense weight whose pairs are a DTensor of the domain in forward."""
 
     _domain_mesh: DeviceMesh
     _split: dict[int, tuple[int, ...]]
     _input_domain: Domain | None
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing to register: the class stands for its base (tltorch would list it by name)."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
@@ -57,13 +54,10 @@ class _SplitByMode:
         return gathered(part) if self._input_domain is None else DomainTensor(part)
 
 
-class _OwnTerms:
+class _OwnTerms(Mixin):
     """Mixin of a module whose DTensors of the domain read as what this rank holds of them."""
 
     _domain_mesh: DeviceMesh
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing to register: the class stands for its base (tltorch would list it by name)."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]

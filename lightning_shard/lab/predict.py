@@ -119,22 +119,9 @@ def predict(
 ) -> Prediction:
     """Predict one training step of the rank of a mesh that holds and exchanges most.
 
-    Args:
-        module: An ordinary LightningModule, which stays as it is.
-        data: A data module, or a DataLoader of training batches: those of one data replica. Only
-            the shapes of the first batch matter; expanded tensors stand for large ones.
-        mesh: The ranks; this and what follows as for `plan`.
-        cluster: The machines on which it would run, such as "8x8xH100"; None: no time is predicted.
-        shard_dims: The dims that are split.
-        kernels: Tells what they take on a device of this machine; None: the rates of the cluster
-            do.
-        tiles: The number of tiles, in place of a mesh.
-        tile_budget: Bytes that tiles may keep on the device.
-        sharding: The mode of `ShardingOptions`, or such options.
-        activation_checkpointing: If true, activations of blocks are computed again in backward.
-        activation_offload: If true, what the device has no room for lies on the host.
-        stage: The step, if another one than that of training.
-        trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
+    The arguments are those of `plan`, and two more. `kernels` tells what kernels take on a device
+    of this machine, in place of the rates of the cluster. `stage` names another step than that of
+    training. Only the shapes of the first batch matter; expanded tensors stand for large ones.
 
     Raises:
         ValueError: It is no mesh, the cluster has another number of devices, or the mesh has more

@@ -36,7 +36,7 @@ from lightning_shard.processes.torch_private.internals import (
     key_of_storage,
     users_of_storage,
 )
-from lightning_shard.tensor.mixins import mix_in
+from lightning_shard.tensor.mixins import Mixin, mix_in
 
 # At 25 GB/s a smaller tensor travels in 3 us, less than it takes to queue its copy and the waits.
 SMALL_BYTES = 2**16
@@ -357,13 +357,10 @@ class OnHost(saved_tensors_hooks):
 MOVER = Mover(Driver())  # one for the process
 
 
-class _Offloaded:
+class _Offloaded(Mixin):
     """Mixin of a module whose activations lie on the host from forward to backward."""
 
     activation_budget: Budget
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing to register: the class stands for its base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose saved tensors go to the host."""

@@ -23,18 +23,15 @@ from lightning_shard.processes.torch_private.internals import (
     tree_leaves,
     tree_map_only,
 )
-from lightning_shard.tensor.mixins import mix_in
+from lightning_shard.tensor.mixins import Mixin, mix_in
 from lightning_shard.tensor.tensor import DomainTensor
 
 _KEEPS = "_checkpoint_keeps"  # attribute of a module: operators
 _COMPILED = "_compiled_by_lightning_shard"  # attribute of a module
 
 
-class _Recomputed:
+class _Recomputed(Mixin):
     """Mixin of a module whose forward runs again in backward."""
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing to register: the class stands for its base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; backward runs it again."""
@@ -128,15 +125,12 @@ class _OfModule:
         return type(None), ()
 
 
-class _Compiled:
+class _Compiled(Mixin):
     """Mixin of a module whose forward is compiled; given split tensors it runs as it is.
 
     The compiler looks into no rule, and so could not tell when what a rule or the module reads has
     changed since it compiled.
     """
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing to register: the class stands for its base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled module, which is compiled at the first call."""

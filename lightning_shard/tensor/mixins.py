@@ -8,6 +8,13 @@ from torch.distributed.fsdp import FSDPModule
 MIXED_IN = "_mixed_in"  # attribute of a class that is made here
 
 
+class Mixin:
+    """Base of what `mix_in` puts before the class of a module, and which is registered nowhere."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Do nothing: the class stands for its base, and tltorch would list it by name."""
+
+
 def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:
     """Let `mixin` come before the class of `module`, in place, and set its attributes.
 

@@ -13,7 +13,7 @@ from lightning_shard.fsdp.plain_gradients import plain_gradients_of
 from lightning_shard.fsdp.same_blocks import members_come_to
 from lightning_shard.fsdp.step_writes import GATHERED
 from lightning_shard.fsdp.unused_parameters import unused_parameters_of
-from lightning_shard.ops.elementwise.whole_gradients import whole_gradients_in_loop
+from lightning_shard.ops.elementwise.whole_gradients import whole_gradients
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer.same_loop import SameLoop
 
@@ -59,7 +59,7 @@ def around_loop(
     """
     backward = partial(_around_backward, modules, mesh, same)
     grad = partial(_without_reductions, modules, mesh)
-    return whole_gradients_in_loop(domain_mesh, grad, backward, members_come_to)
+    return whole_gradients(domain_mesh, grad, members_come_to, backward)
 
 
 @contextmanager

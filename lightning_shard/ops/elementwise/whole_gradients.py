@@ -90,6 +90,7 @@ def whole_gradients(
     mesh: DeviceMesh | None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     comes_to: ComesTo | None = None,
+    around_backward: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] | None = None,
 ) -> AbstractContextManager[None]:
     """Inside, plain tensors show whole gradients; for `torch.autograd.grad` one sum travels.
 
@@ -97,25 +98,11 @@ def whole_gradients(
         mesh: The domain mesh; nothing is averaged for None and for one rank.
         around: A context that is opened for each call of `torch.autograd.grad`.
         comes_to: Raises where other ranks of the domain do something else with gradients.
+        around_backward: In a loop of the user's own, gives a context for each other backward pass,
+            from its outputs: there what the loop does outside of its modules sees them, too.
     """
-    return _running(_Step(_domain(mesh), around, comes_to=comes_to))
-
-
-def whole_gradients_in_loop(
-    mesh: DeviceMesh,
-    around: Callable[[], AbstractContextManager[Any]],
-    around_backward: Callable[[Sequence[Tensor]], AbstractContextManager[Any]],
-    comes_to: ComesTo | None = None,
-) -> AbstractContextManager[None]:
-    """Inside, what a loop of the user's own does outside of its modules sees whole gradients, too.
-
-    Args:
-        mesh: The domain mesh.
-        around: A context that is opened for each call of `torch.autograd.grad`.
-        around_backward: Gives a context for each other backward pass, which is told its outputs.
-        comes_to: Raises where other ranks of the domain do something else with gradients.
-    """
-    return _running(_Step(_domain(mesh), around, around_backward, is_loop=True, comes_to=comes_to))
+    loop = {} if around_backward is None else {"around_backward": around_backward, "is_loop": True}
+    return _running(_Step(_domain(mesh), around, comes_to=comes_to, **loop))
 
 
 def _domain(mesh: DeviceMesh | None) -> Domain | None:

@@ -66,16 +66,9 @@ def scatter(
     d = dim_of(x, dim, index)
     operands = [o for o in (x, index, source) if isinstance(o, Subdomain | Tensor) and o.ndim]
     target = large_target(x, d, [index, source])
-    if target is not None and isinstance(x, Tensor):
-        if is_in_place(func):
-            return become_split(
-                x,
-                target,
-                lambda part: scatter(func, part, d, index, source, *rest, **kwargs),
-                is_alone=True,
-            )
-        own = target.like(take_part(x, target.layout))
-        return scatter(func, own, d, index, source, *rest, **kwargs)
+    if target is not None:
+        given = d, index, source, *rest
+        return _split_first(func, x, target, lambda part: scatter(func, part, *given, **kwargs))
     layout = aligned_layout(d, x.shape, operands)
     if layout is None or any(o.layout.axes(d) for o in subdomains(operands)):
         numbers = row_numbers_of(x, d, index, source) if func in _OF_ROWS else None
@@ -95,6 +88,15 @@ def scatter(
     rows = source if len(operands) < 3 else part_of_row(source, layout, d)
     own = part_of_row(x, layout, d), part_of_row(index, layout, d)
     return subdomains(operands)[0].like(func(own[0], d, own[1], rows, *rest, **kwargs), layout)
+
+
+def _split_first(
+    func: Callable[..., Any], x: Any, target: Subdomain, write: Callable[[Subdomain], Any]
+) -> Any:
+    """Write into the plain tensor `x` of many rows once it is split as `target` is."""
+    if is_in_place(func):
+        return become_split(x, target, write, is_alone=True)
+    return write(target.like(take_part(x, target.layout)))
 
 
 def _scattered(
@@ -174,16 +176,9 @@ def write_rows(
     if isinstance(index, Tensor) and not index.ndim:
         index = index.reshape(1)
     target = large_target(x, d, [index, source])
-    if target is not None and isinstance(x, Tensor):
-        if is_in_place(func):
-            return become_split(
-                x,
-                target,
-                lambda part: write_rows(func, part, d, index, source, *args, **kwargs),
-                is_alone=True,
-            )
-        own = target.like(take_part(x, target.layout))
-        return write_rows(func, own, d, index, source, *args, **kwargs)
+    if target is not None:
+        given = d, index, source, *args
+        return _split_first(func, x, target, lambda part: write_rows(func, part, *given, **kwargs))
     owner = subdomains([x, index, source])[0]
     values = source if isinstance(source, Subdomain | Tensor) and source.ndim else None
     layout = _rows_layout(x, d, index, values)
