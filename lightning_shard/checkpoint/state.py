@@ -92,12 +92,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module:
 
 
 def split_what_is_loaded(optimizer: Optimizer, module: nn.Module) -> None:
-    """Let `optimizer.load_state_dict` take the state of one process, from now on.
-
-    Args:
-        optimizer: An optimizer of parameters of `module`.
-        module: The module, outside of its steps.
-    """
+    """Let `optimizer.load_state_dict` take the state of one process, from now on."""
     paired = _pair_parameters(module)
     optimizer.register_load_state_dict_pre_hook(lambda o, state: _own_state(o, state, paired))
 

@@ -36,14 +36,7 @@ def known_number(x: Tensor) -> float | None:
 
 
 def learn(func: Any, args: Any, given: list[Tensor], out: Any) -> None:
-    """Note the number of what an operator made of fake tensors, if it is known.
-
-    Args:
-        func: The operator of torch.ops.
-        args: Its arguments.
-        given: The tensors among these.
-        out: Its result.
-    """
+    """Note the number of what an operator made of fake tensors, if it is known."""
     name = func.overloadpacket.__name__
     if name == _SCALER:  # torch counts its write as it returns
         setattr(args[1], _NAME, (0.0, version_of(args[1]) + 1))

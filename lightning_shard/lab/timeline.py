@@ -228,15 +228,7 @@ class Ledger:
             memory.away = 0
 
     def note(self, operator: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
-        """Count one operation.
-
-        Args:
-            operator: The operator of torch.ops.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            given: The tensors among its arguments.
-            out: Its result.
-        """
+        """Count one operation."""
         self.operations += 1
         made = [x for x in (out if isinstance(out, list | tuple) else [out]) if _is_tensor(x)]
         known = {storage_key(x) for x in given}

@@ -7,13 +7,7 @@ SHORT_LIST = 12
 
 
 def nearest(name: str, choices: Iterable[str], label: str = "accepted here:") -> str:
-    """End a sentence with the nearest valid name, or with the choices when they are few.
-
-    Args:
-        name: The word that was typed.
-        choices: The valid names.
-        label: The words before the list of choices.
-    """
+    """End a sentence with the nearest valid name, or with the choices when they are few."""
     by_lower = {choice.lower(): choice for choice in choices}
     if close := difflib.get_close_matches(name.lower(), by_lower, 1):
         return f"; did you mean '{by_lower[close[0]]}'?"

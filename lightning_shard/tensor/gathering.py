@@ -85,14 +85,7 @@ def on_whole_tensors(
 def refusal(
     func: Callable[..., Any], arguments: Any, reason: str, kind: type[Tensor]
 ) -> UnsupportedOperationError:
-    """Return the error of a call that no rule serves, with the ways out.
-
-    Args:
-        func: The function.
-        arguments: Its arguments.
-        reason: Why it is refused.
-        kind: The class of split tensors.
-    """
+    """Return the error of a call that no rule serves, with the ways out."""
     layouts = (t._part.layout for t in split_in(arguments, kind))
     placements = "; ".join(dict.fromkeys(str(layout) for layout in layouts if layout))
     error = UnsupportedOperationError(

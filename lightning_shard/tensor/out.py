@@ -19,12 +19,6 @@ from lightning_shard.tensor.part import part_of
 def write_out(result: Any, out: Any, operands: Any, kind: type[Tensor]) -> Any:
     """Copy what a function gave into the tensors that are to take it.
 
-    Args:
-        result: One tensor, or several.
-        out: Tensors for the results, split or plain.
-        operands: The other arguments of the function.
-        kind: The class of split tensors.
-
     Returns:
         `out`, in the form of the result.
 

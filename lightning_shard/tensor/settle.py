@@ -25,12 +25,6 @@ def unsettled(
 ) -> list[Any]:
     """Find the fields that are to be computed before a function runs.
 
-    Args:
-        func: The function.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-        fields: The fields among them, with their part as `_part`.
-
     Raises:
         UnsupportedOperationError: It writes into a spectrum of which slices were taken.
     """

@@ -21,10 +21,6 @@ from lightning_shard.trainer.same_loop import SameLoop
 def refuse_unreduced(modules: Iterable[nn.Module], optimizer: Optimizer) -> None:
     """Refuse to go on with gradients that `no_backward_sync` has left on each rank.
 
-    Args:
-        modules: The modules of the loop.
-        optimizer: The optimizer that is to step, or whose gradients are to be clipped.
-
     Raises:
         RuntimeError: One of its parameters has such a gradient.
     """

@@ -48,11 +48,7 @@ class HookValues:
     """
 
     def __init__(self, module: LightningModule) -> None:
-        """Begin to count.
-
-        Args:
-            module: The module whose Trainer runs the hooks.
-        """
+        """Begin to count."""
         self._module = module
         self.reads: Counter[str] = Counter()
         self.gathered_bytes: Counter[str] = Counter()

@@ -12,12 +12,7 @@ from lightning_shard.trainer.host import callbacks_of
 
 
 def follow_search(trainer: Trainer, device: torch.device) -> None:
-    """Let a search that begins decide by the mean over all ranks, where Lightning takes rank 0's.
-
-    Args:
-        trainer: The Trainer, which has no other callbacks while it searches.
-        device: The device of this rank's collectives.
-    """
+    """Let a search that begins decide by the mean over all ranks; Lightning takes rank 0's."""
     for callback in callbacks_of(trainer)[:1]:
         if isinstance(callback, LRCallback) and "on_train_batch_end" not in vars(callback):
             plain = callback.on_train_batch_end

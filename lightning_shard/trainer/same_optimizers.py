@@ -30,11 +30,7 @@ def facts_of_optimizers(optimizers: Sequence[Any]) -> dict[str, str]:
 
 
 def facts_of_schedules(configs: Sequence[Any]) -> dict[str, str]:
-    """Name the class and the options of each schedule of learning rates.
-
-    Args:
-        configs: Lightning's `LRSchedulerConfig`s.
-    """
+    """Name the class and the options of each schedule of learning rates."""
     facts: dict[str, str] = {}
     for number, config in enumerate(configs):
         of = f"of schedule {number}"
