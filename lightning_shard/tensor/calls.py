@@ -17,14 +17,14 @@ from torch import Tensor
 from lightning_shard.ops.registry import changes_first
 from lightning_shard.processes.torch_private.internals import in_transform
 
-_PLACES = 64  # of a plain tensor that are read
+_PLACES = 64  # read of a plain tensor
 
 
 class Calls:
-    """The calls of this rank since it last began.
+    """Notes the calls of this rank since it last began.
 
     Attributes:
-        counts: How often each function was called.
+        counts: The number of calls of each function.
         reads_numbers: True to add up numbers and plain tensors, which takes some small kernels for
             each tensor.
     """
@@ -61,7 +61,7 @@ class Calls:
                 self._note(function, each)
 
     def _note(self, function: Callable[..., Any], value: Any) -> None:
-        if isinstance(value, Number):  # of Python or NumPy
+        if isinstance(value, Number):  # Python's or NumPy's
             number = complex(cast("complex", value))
             size = abs(number) + number.real / 2 + number.imag / 4
             self._numbers[function] += size if isfinite(size) else 0.0
@@ -87,7 +87,7 @@ def weighted_sum(x: Tensor) -> Tensor | None:
     """
     if x.layout != torch.strided or x.device.type == "meta" or not x.numel():
         return None
-    rows = max(2, round(_PLACES ** (1 / max(x.ndim, 1))))  # of each dim, without a copy
+    rows = max(2, round(_PLACES ** (1 / max(x.ndim, 1))))  # so many of each dim are a view
     values = x.detach()[tuple(slice(None, None, -(-n // rows)) for n in x.shape)].reshape(-1)
     values = values.to(torch.complex64 if values.is_complex() else torch.float32)
     sizes = values.abs() + (values.real if values.is_complex() else values) / 2
