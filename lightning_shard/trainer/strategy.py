@@ -303,9 +303,8 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         if not isinstance(dataloader, DataLoader):
             return dataloader
         late = self._resumes or self.restore_checkpoint_after_setup
-        dataloader = self.samples.prepare(
-            dataloader, self.saver.order, self.saver.generator, late=late
-        )
+        drawn = self.saver.order, self.saver.generator
+        dataloader = self.samples.prepare(dataloader, *drawn, late=late)
         if self.world_size == 1:
             return dataloader
         if self._module.trainer.state.fn == TrainerFn.PREDICTING:
