@@ -273,9 +273,10 @@ def reuse_groups() -> None:
 def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) -> None:
     """Run the bodies that come, for ever."""
     own = dict(os.environ)
+    own.pop("PL_GLOBAL_SEED", None)  # of a test of the session: it would seed samplers
     while True:
         body, kwargs = next_task()
-        # a seed of an earlier test would seed samplers; and Lightning takes WORLD_SIZE away
+        # Lightning takes WORLD_SIZE away, and adds a seed
         for name in os.environ.keys() - own:
             del os.environ[name]
         os.environ.update(own)

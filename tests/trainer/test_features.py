@@ -278,7 +278,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "domain"), choose(FEATURES, MESHES, every=2))
+@pytest.mark.parametrize(("name", "domain"), choose(FEATURES, MESHES))
 def test_on_each_mesh_by_turns(name, domain):
     check(name, domain)
 
