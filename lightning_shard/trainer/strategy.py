@@ -167,7 +167,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
         trainer, replicas = self._module.trainer, self.processes.replicas()
         count_devices_by_replica()
-        count_replicas(mesh, lambda: trainer.state.status == TrainerStatus.RUNNING)
+        count_replicas(mesh, lambda: trainer.state.status is TrainerStatus.RUNNING)
         tell_mesh(self._module, mesh)
         self.samples.begin_stage(
             trainer,
