@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import named_leaves
 from lightning_shard.processes.torch_private.internals import FakeTensor
-from lightning_shard.tensor.calls import weighted_sum
+from lightning_shard.tensor.calls import some_values, weighted_sum
 from lightning_shard.tensor.tensor import DomainTensor
 
 _RELATIVE = 1e-4  # kernels of the ranks may round otherwise
@@ -82,6 +82,21 @@ def check_same_after_hooks(batch: Any, mesh: DeviceMesh) -> None:
                         "torch.rand, random or numpy.random, which these ranks share, or seed a "
                         "generator of your own alike on all ranks."
                     )
+
+
+def digest_of(batch: Any, before: int = 0) -> int:
+    """Return a checksum of some 64 values of each entry that is on the CPU, as loaders give it.
+
+    Args:
+        batch: A batch as it was read.
+        before: The checksum of what was read before.
+    """
+    for _, x in named_leaves(batch):
+        if isinstance(x, LocalPart):
+            before = zlib.crc32(repr(x.samples).encode(), before)
+        elif type(x) is Tensor and x.device.type == "cpu" and x.layout is torch.strided:
+            before = zlib.crc32(_bytes_of(some_values(x.detach())), before)
+    return before
 
 
 def first_difference(values: Mapping[Any, Any], mesh: DeviceMesh) -> tuple[list[int], Any] | None:

@@ -79,6 +79,12 @@ class Calls:
         return found
 
 
+def some_values(x: Tensor) -> Tensor:
+    """Return a view of about 64 values of a tensor, as many along each dim."""
+    rows = max(2, round(_PLACES ** (1 / max(x.ndim, 1))))
+    return x[tuple(slice(None, None, max(1, -(-n // rows))) for n in x.shape)]
+
+
 def weighted_sum(x: Tensor) -> Tensor | None:
     """Sum about 64 values of a tensor, weighted by their signs and places.
 
@@ -87,8 +93,7 @@ def weighted_sum(x: Tensor) -> Tensor | None:
     """
     if x.layout != torch.strided or x.device.type == "meta" or not x.numel():
         return None
-    rows = max(2, round(_PLACES ** (1 / max(x.ndim, 1))))  # so many of each dim are a view
-    values = x.detach()[tuple(slice(None, None, -(-n // rows)) for n in x.shape)].reshape(-1)
+    values = some_values(x.detach()).reshape(-1)
     values = values.to(torch.complex64 if values.is_complex() else torch.float32)
     sizes = values.abs() + (values.real if values.is_complex() else values) / 2
     places = torch.linspace(1, 2, len(values), dtype=torch.float32, device=x.device)

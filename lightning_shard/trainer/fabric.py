@@ -54,6 +54,7 @@ from lightning_shard.trainer.replica_samplers import (
     count_replicas_in,
     drops_last,
     own_sampler,
+    read_in_order,
     refuse_unread,
     with_sampler,
 )
@@ -259,6 +260,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         """Return a loader of this rank's samples, whose batches are split over the domain."""
         wanted, self._samplers_wanted = self._samplers_wanted, False
         loader = copy.copy(dataloader)
+        read_in_order(loader)
         sampler = own_sampler(loader)
         replica = self.processes.replica(self.global_rank)
         count_replicas_in(sampler, self.replicas, replica)
@@ -294,6 +296,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
     def _part_of(self, batch: Any, *, first: bool) -> Any:
         if self.domain_size == 1:
             return batch
+        self._same.note_batch(batch)
         if first:
             check_same_batch(batch, self.domain_mesh)
         batch = move_data_to_device(batch, self.root_device)

@@ -9,7 +9,11 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
-from lightning_shard.lightning import UnrepeatedDistributedSamplerWrapper, update_dataloader
+from lightning_shard.lightning import (
+    UnrepeatedDistributedSamplerWrapper,
+    rank_zero_info,
+    update_dataloader,
+)
 from lightning_shard.trainer.host import own_batches
 from lightning_shard.trainer.random_state import seeded
 
@@ -50,6 +54,24 @@ def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
         epoch, options = sampler.epoch, (sampler.shuffle, sampler.seed, sampler.drop_last)
         DistributedSampler.__init__(sampler, sampler.dataset, replicas, replica, *options)
         sampler.epoch = epoch
+
+
+def read_in_order(loader: DataLoader[Any]) -> bool:
+    """Let a loader yield batches in the order of its sampler, whichever worker is ready first.
+
+    Ranks that share samples would read other batches, and a checkpoint knows how many were read.
+
+    Returns:
+        True if the loader was made with `in_order=False`.
+    """
+    if getattr(loader, "in_order", True):
+        return False
+    loader.in_order = True
+    rank_zero_info(
+        "a loader has in_order=False: its batches come in order here, since ranks that share "
+        "samples must read the same ones."
+    )
+    return True
 
 
 class Stride(DistributedSampler[Any]):

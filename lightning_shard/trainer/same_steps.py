@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_shard.data.same_batch import digest_of
 from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.agreement import DisagreementError
@@ -48,6 +49,7 @@ class SameSteps:
         self.differences: list[str] | None = None
         self._calls = Calls()
         self._losses: Tensor | None = None
+        self._read = 0  # a checksum of the batches
         self._is_shared = False
 
     def begin(self, *, shared: bool) -> None:
@@ -58,7 +60,13 @@ class SameSteps:
         """
         self._calls.clear()
         self._calls.reads_numbers = True
+        self._read = 0
         self._losses, self._is_shared = None, shared and is_of_processes()
+
+    def note_batch(self, batch: Any) -> None:
+        """Note what this rank has read, before it is moved to its device."""
+        if self._is_shared:
+            self._read = digest_of(batch, self._read)
 
     @contextmanager
     def one_step(self) -> Generator[None]:
@@ -101,14 +109,17 @@ class SameSteps:
             return
         losses, self._losses = self._losses, None
         called = self._called()
+        read, self._read = self._read, 0
         self._calls.clear()
         self._calls.reads_numbers = True
         ranks = dist.get_process_group_ranks(group)
-        sums, digests = _of_all_ranks(losses, called, device, group)
+        sums, digests = _of_all_ranks(losses, (read, sorted(called.items())), device, group)
         firsts = [replicas.index(replica) for replica in replicas]
         if any(digests[place] != digests[first] for place, first in enumerate(firsts)):
             everywhere: list[Any] = [None] * len(replicas)
-            dist.all_gather_object(everywhere, called, group)
+            dist.all_gather_object(everywhere, (read, called), group)
+            _refuse_other_batches([found for found, _ in everywhere], firsts, ranks)
+            everywhere = [found for _, found in everywhere]
             _refuse_other_calls(everywhere, firsts, ranks)
             _refuse_other_numbers(everywhere, firsts, ranks)
         _refuse_other_losses(sums, firsts, ranks)
@@ -124,13 +135,13 @@ class SameSteps:
 
 
 def _of_all_ranks(
-    losses: Tensor | None, called: dict[str, tuple[int, float]], device: torch.device, group: Any
+    losses: Tensor | None, noted: Any, device: torch.device, group: Any
 ) -> tuple[Tensor, list[float]]:
-    """Gather the sum of losses of each rank of the group, and a digest of its calls."""
+    """Gather the sum of losses of each rank of the group, and a digest of what it has noted."""
     own = torch.zeros(2, device=device)
     if losses is not None:
         own[0] = losses
-    own[1] = zlib.crc32(repr(sorted(called.items())).encode()) >> 8  # a float32 holds 24 bits
+    own[1] = zlib.crc32(repr(noted).encode()) >> 8  # a float32 holds 24 bits
     gathered = own.new_empty(2 * dist.get_world_size(group))
     dist.all_gather_into_tensor(gathered, own, group)
     sums, digests = gathered.view(-1, 2).cpu().unbind(1)
@@ -202,6 +213,18 @@ _REASON = (
     "no network: let no rank number, clock or host name decide in a step, draw by torch.rand, "
     "random or numpy.random, which the ranks share, and seed generators of your own alike."
 )
+
+
+def _refuse_other_batches(read: Sequence[int], firsts: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise of the first rank that has read other batches than the first rank of its replica."""
+    for place, first in enumerate(firsts):
+        if read[place] != read[first]:
+            raise DisagreementError(
+                f"rank {ranks[place]} has read other batches than rank {ranks[first]}, with which "
+                "it shares its samples, though the first batch of the epoch was the same. Let "
+                "datasets, samplers and workers yield the same samples in the same order on both: "
+                "seed their generators alike, and let no clock or rank decide."
+            )
 
 
 def _refuse_other_calls(

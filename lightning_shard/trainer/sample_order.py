@@ -64,6 +64,7 @@ from lightning_shard.trainer.replica_samplers import (
     drops_last,
     given_seed,
     own_sampler,
+    read_in_order,
     set_sampler,
     with_sampler,
 )
@@ -158,6 +159,8 @@ class SampleOrder:
             if not self._trainer.training and not self._repeat:
                 self._read_each_once(loader)
         self._begin_workers(loader)
+        if read_in_order(loader):
+            self._until_end.callback(setattr, loader, "in_order", False)
         if self._trainer.training and not hasattr(loader, "state_dict"):
             here = len(self._ordered)
             if self._trains and self._trainer.current_epoch:  # a later epoch asks for it

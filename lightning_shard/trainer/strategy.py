@@ -96,8 +96,6 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         self._take_signals: Callable[[], None] = lambda: None
         self.hook_values: HookValues | None = None  # those of the newest stage on several ranks
 
-    # The mesh, beside what OnMesh says of it.
-
     @property
     def is_distributed(self) -> bool:
         """Return True; Lightning reads it before it injects a sampler."""
@@ -323,15 +321,16 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         if self.domain_size == 1:
             return super().batch_to_device(batch, device, dataloader_idx)
         trainer = self._module.trainer
+        self.steps.same.note_batch(batch)
         read = (trainer.state.stage, trainer.current_epoch, dataloader_idx)
-        if read != self._last_checked:  # the first batch of each epoch
+        is_first, self._last_checked = read != self._last_checked, read
+        if is_first:
             check_same_batch(batch, self.domain_mesh)
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        if read != self._last_checked:
+        if is_first:
             check_same_after_hooks(batch, self.domain_mesh)
         batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
-        if read != self._last_checked:
-            self._last_checked = read
+        if is_first:
             self.announced.say(split_summary(batch), trainer.state.fn, self.domain_size)
         return batch
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import time
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from lightning_shard import process_info
+from lightning_shard import launch, process_info
 from lightning_shard.data.same_batch import check_same_batch
 from tests import training
 from tests.pairs import choose
 from tests.parity import mesh_of
 from tests.trainer.featured import Featured, loader, sample
+from tests.trainer.test_fabric_loops import fabric_with
 
 
 class Stream(IterableDataset):
@@ -107,6 +109,68 @@ class OtherSamples(Dataset):
 def test_a_domain_that_reads_different_samples_is_refused():
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] share each sample.*entry \['x'\]"):
         training.trainer((2,)).fit(Featured(), DataLoader(OtherSamples(), 2))
+
+
+class OtherOrder(Dataset):
+    """The ranks of a domain agree on the first batch, and then read in another order."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return sample(index if index < 2 or process_info().rank == 0 else 9 - index)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_domain_that_reads_in_another_order_is_refused(stage):
+    words = "rank 1 has read other batches than rank 0, with which it shares its samples"
+    with pytest.raises(ValueError, match=words):
+        getattr(training.trainer((2,)), stage)(Featured(), DataLoader(OtherOrder(), 2))
+
+
+@pytest.mark.spmd(2)
+def test_a_loop_of_fabric_that_reads_in_another_order_is_refused():
+    with pytest.raises(ValueError, match="rank 1 has read other batches than rank 0"):
+        for _ in fabric_with(domain_parallel_size=2).setup_dataloaders(DataLoader(OtherOrder(), 2)):
+            pass
+
+
+class SlowOnOneRank(Dataset):
+    """One worker of the second process is slow."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if process_info().rank == 1 and index in (2, 3):
+            time.sleep(1)
+        return sample(index)
+
+
+def read_with_workers(of):
+    """The losses of steps; a worker that is ready would hand out its batch before others."""
+    stream, losses = DataLoader(SlowOnOneRank(), 2, num_workers=2, in_order=False), []
+    if of == "fabric":
+        fabric = fabric_with(domain_parallel_size=2)
+        losses += [float(b["x"].square().sum()) for b in fabric.setup_dataloaders(stream)]
+    else:
+        module = Featured()
+        module.on_train_batch_start = lambda batch, _: losses.append(
+            float(batch["x"].square().sum())
+        )
+        training.trainer((2,), limit_val_batches=0).fit(module, stream, loader(2))
+        assert not stream.in_order  # as the user made it
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("of", ["trainer", "fabric"])
+def test_workers_that_hand_out_what_is_ready(of):
+    batches = torch.utils.data.default_collate([sample(i) for i in range(12)])["x"].split(2)
+    expected = pytest.approx([float(x.square().sum()) for x in batches], rel=1e-9)
+    assert launch(read_with_workers, of, processes=2) == [expected, expected]
 
 
 @pytest.mark.spmd(4)
