@@ -209,9 +209,10 @@ class WhenRanksCompare(Callback):
 
 
 _REASON = (
-    "All ranks that share samples must compute the same, or the mean of their gradients is that of "
-    "no network: let no rank number, clock or host name decide in a step, draw by torch.rand, "
-    "random or numpy.random, which the ranks share, and seed generators of your own alike."
+    "Ranks that share samples must compute the same function, each on its rows; otherwise their "
+    "mean gradient belongs to no network. Let no rank number, clock or host name decide in a step. "
+    "Draw random numbers by torch.rand, random or numpy.random, which these ranks share, or seed "
+    "generators of your own alike."
 )
 
 
