@@ -1,9 +1,8 @@
 """Compares what the ranks of a domain have read: their parts must be of the same samples."""
 
 import io
-import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import named_leaves
 from lightning_shard.processes.torch_private.internals import FakeTensor
-from lightning_shard.tensor.calls import some_values, weighted_sum
+from lightning_shard.tensor.calls import some_values
 from lightning_shard.tensor.tensor import DomainTensor
 
+_PLACES = 64  # read of each entry of a batch
 _RELATIVE = 1e-4  # kernels of the ranks may round otherwise
 
 
@@ -55,33 +55,49 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
 def check_same_after_hooks(batch: Any, mesh: DeviceMesh) -> None:
     """Compare what hooks have made of the batch on each rank of the domain; all must call this.
 
-    Values may be rounded otherwise, and of each entry only some are read.
+    Values may be rounded otherwise.
 
     Raises:
         ValueError: A hook has drawn other numbers on one rank.
     """
-    own = {
-        name: (tuple(x.shape), float(size))
-        for name, x in named_leaves(batch)
-        if type(x) is Tensor and (size := weighted_sum(x)) is not None
-    }
+    leaves = {path: x for path, x in named_leaves(batch) if isinstance(x, Tensor)}
+    own = {path: identity_of(x) for path, x in leaves.items()}
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
-        everywhere: list[dict[Any, tuple[tuple[int, ...], float]]] = [{}] * mesh.size(axis)
+        everywhere: list[dict[Any, tuple[Any, ...]]] = [{}] * mesh.size(axis)
         dist.all_gather_object(everywhere, own, group)
-        for rank, found in zip(dist.get_process_group_ranks(group), everywhere, strict=True):
-            for path in everywhere[0] | found:
-                (shape, wanted), (other, size) = (
-                    each.get(path, ((), math.nan)) for each in (everywhere[0], found)
+        for path in dict.fromkeys(path for each in everywhere for path in each):
+            found = [each.get(path, ()) for each in everywhere]
+            place = next((i for i, each in enumerate(found) if each != found[0]), 0)
+            if place and not _is_rounded(leaves.get(path), found, group):
+                name = "".join(f"[{key!r}]" for key in path)
+                raise ValueError(
+                    f"rank {dist.get_global_rank(group, place)} has another batch {name} after "
+                    "on_after_batch_transfer than the ranks with which it shares each sample; draw "
+                    "augmentations by torch.rand, random or numpy.random, which these ranks share, "
+                    "or seed a generator of your own alike on all ranks."
                 )
-                if shape != other or not math.isclose(size, wanted, rel_tol=_RELATIVE):
-                    name = "".join(f"[{key!r}]" for key in path)
-                    raise ValueError(
-                        f"rank {rank} has another batch {name} after on_after_batch_transfer than "
-                        "the ranks with which it shares each sample; draw augmentations by "
-                        "torch.rand, random or numpy.random, which these ranks share, or seed a "
-                        "generator of your own alike on all ranks."
-                    )
+
+
+def _is_rounded(x: Tensor | None, found: Sequence[tuple[Any, ...]], group: Any) -> bool:
+    """Return True if the values of all ranks of the group are those of its first, but for rounding.
+
+    Args:
+        x: The values of this rank, if it has any.
+        found: The answers of `identity_of` for those of each rank.
+        group: The ranks.
+    """
+    if x is None or x.layout is not torch.strided or x.is_nested or not x.dtype.is_floating_point:
+        return False
+    if any(each[:2] != found[0][:2] for each in found):  # shape and dtype
+        return False
+    wanted = x.detach().clone()
+    dist.broadcast(wanted, group=group, group_src=0)
+    room = _RELATIVE * torch.nan_to_num(wanted.abs(), 0, 0, 0).amax()
+    is_near = ((x - wanted).abs() <= room) | (x == wanted) | (x.isnan() & wanted.isnan())
+    others = (~is_near).sum().float()
+    dist.all_reduce(others, group=group)
+    return not others.item()
 
 
 def digest_of(batch: Any, before: int = 0) -> int:
@@ -94,9 +110,13 @@ def digest_of(batch: Any, before: int = 0) -> int:
     for _, x in named_leaves(batch):
         if isinstance(x, LocalPart):
             before = zlib.crc32(repr(x.samples).encode(), before)
-        elif type(x) is Tensor and x.device.type == "cpu" and x.layout is torch.strided:
-            before = zlib.crc32(_bytes_of(some_values(x.detach())), before)
+        elif type(x) is Tensor and x.device.type == "cpu" and _has_rows(x):
+            before = zlib.crc32(_bytes_of(some_values(x.detach(), _PLACES)), before)
     return before
+
+
+def _has_rows(x: Tensor) -> bool:
+    return x.layout is torch.strided and not (x.is_nested or x.is_quantized) and x.numel() > 0
 
 
 def first_difference(values: Mapping[Any, Any], mesh: DeviceMesh) -> tuple[list[int], Any] | None:
@@ -135,7 +155,7 @@ def _steps_of(x: Tensor | LocalPart) -> list[int] | None:
 
 def _bytes_of(x: Tensor) -> bytes:
     """Return what tells the values of a tensor from others of its shape and dtype."""
-    if x.layout is not torch.strided:  # a sparse one has no bytes of its own
+    if x.layout is not torch.strided or x.is_quantized:  # a sparse one has no bytes of its own
         file = io.BytesIO()
         torch.save(x, file)
         return file.getvalue()

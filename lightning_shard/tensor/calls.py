@@ -1,23 +1,36 @@
-"""Counts the functions that are called with split tensors, and adds up the numbers they are given.
+"""Counts the functions that are called with split tensors, and keeps the numbers they are given.
 
 Ranks that share samples call the same functions with the same numbers. One whose own generator or
 clock gives it another factor computes another network on its rows.
 """
 
+import cmath
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from math import isfinite
-from numbers import Number
-from typing import Any, cast
+from numbers import Integral, Number
+from typing import Any, SupportsComplex, cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.ops.registry import changes_first
 from lightning_shard.processes.torch_private.internals import in_transform
 
-_PLACES = 64  # read of a plain tensor
+_PLACES = 64, 2**14  # read of a tensor: a few, and more, among them a box or a sensor
+_RELATIVE = 1e-4  # kernels of the ranks may round otherwise
+_INTEGERS = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+             torch.int8, torch.int16, torch.int32, torch.int64}  # fmt: skip
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
+_READ = {
+    **dict.fromkeys(_INTEGERS, torch.int64),
+    **dict.fromkeys(_FLOATS, torch.float32),
+    **dict.fromkeys(_COMPLEX, torch.complex64),
+}
+_NAME_DEVICES = {Tensor.to, Tensor.cuda, Tensor.xpu}  # each rank has a device of its own
 
 
 class Calls:
@@ -25,22 +38,20 @@ class Calls:
 
     Attributes:
         counts: The number of calls of each function.
-        reads_numbers: True to add up numbers and plain tensors, which takes some small kernels for
-            each tensor.
+        reads_numbers: True to keep numbers, words and sums of tensors, which take some small
+            kernels for each tensor.
     """
 
     def __init__(self) -> None:
         """Begin without calls."""
         self.counts = Counter[Any]()
         self.reads_numbers = False
-        self._numbers = defaultdict[Any, float](float)
-        self._of_tensors: list[tuple[Any, Tensor]] = []
+        self._given = defaultdict[Any, list[Any]](list)
 
     def clear(self) -> None:
         """Forget all calls."""
         self.counts.clear()
-        self._numbers.clear()
-        self._of_tensors.clear()
+        self._given.clear()
 
     def note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
         """Note a call, before it runs.
@@ -51,53 +62,81 @@ class Calls:
             kwargs: Its named arguments.
         """
         self.counts[function] += 1
-        if self.reads_numbers and not in_transform():
-            self._note_all(function, args, kwargs)
+        if self.reads_numbers and function not in _NAME_DEVICES and not in_transform():
+            written = 1 if changes_first(function, args, kwargs) else 0  # may have no values yet
+            named = (value for name, value in kwargs.items() if name not in ("out", "device"))
+            _collect((*args[written:], *named), self._given[function])
 
-    def _note_all(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
-        written = 1 if changes_first(function, args, kwargs) else 0  # its values may be none yet
-        for arg in (*args[written:], *(value for name, value in kwargs.items() if name != "out")):
-            for each in arg if isinstance(arg, tuple | list) else (arg,):
-                self._note(function, each)
-
-    def _note(self, function: Callable[..., Any], value: Any) -> None:
-        if isinstance(value, Number):  # Python's or NumPy's
-            number = complex(cast("complex", value))
-            size = abs(number) + number.real / 2 + number.imag / 4
-            self._numbers[function] += size if isfinite(size) else 0.0
-        elif isinstance(value, slice):
-            for end in (value.start, value.stop, value.step):
-                self._note(function, end)
-        elif type(value) is Tensor and (size := weighted_sum(value)) is not None:
-            self._of_tensors.append((function, size))
-
-    def sums(self) -> dict[Any, float]:
-        """Return for each function the sum of what it was given, weighted by sign and place."""
-        found = {function: self._numbers[function] for function in self.counts}
-        for function, size in self._of_tensors:  # perhaps of several devices
-            found[function] += float(size)
+    def given(self) -> dict[Any, list[Any]]:
+        """Return what each function was given, in the order of its calls."""
+        found = {function: list[Any]() for function in self.counts}
+        for function, values in self._given.items():
+            for value in values:
+                found[function].append(value.item() if isinstance(value, Tensor) else value)
         return found
 
 
-def some_values(x: Tensor) -> Tensor:
-    """Return a view of about 64 values of a tensor, as many along each dim."""
-    rows = max(2, round(_PLACES ** (1 / max(x.ndim, 1))))
-    return x[tuple(slice(None, None, max(1, -(-n // rows))) for n in x.shape)]
+def _collect(values: Sequence[Any], into: list[Any]) -> None:
+    """Add what values say of the numbers of a call: themselves, or sums of tensors."""
+    for value in values:
+        if isinstance(value, str | Integral):
+            into.append(value if isinstance(value, str) else int(value))
+        elif isinstance(value, Number):  # Python's or NumPy's
+            number = complex(cast("SupportsComplex", value))
+            into.append(number if cmath.isfinite(number) else 0.0)
+        elif isinstance(value, slice):
+            _collect((value.start, value.stop, value.step), into)
+        elif isinstance(value, tuple | list):
+            _collect(value, into)
+        elif isinstance(value, np.ndarray | np.generic):
+            into.append(zlib.crc32(value.tobytes()))
+        elif type(value) in (Tensor, nn.Parameter):
+            into.extend(weighted_sums(value))
 
 
-def weighted_sum(x: Tensor) -> Tensor | None:
-    """Sum about 64 values of a tensor, weighted by their signs and places.
+def weighted_sums(x: Tensor) -> list[Tensor]:
+    """Sum values of a tensor, weighted by their signs and places: a few of them, and more.
 
     Returns:
-        A scalar on the device of the tensor; None for a tensor that has no values.
+        Scalars on the device of the tensor, integers of integers; none for a tensor that has no
+        values, or of a kind that does not add up.
     """
-    if x.layout != torch.strided or x.device.type == "meta" or not x.numel():
-        return None
-    values = some_values(x.detach()).reshape(-1)
-    values = values.to(torch.complex64 if values.is_complex() else torch.float32)
+    if x.layout != torch.strided or x.is_nested or x.device.type == "meta":
+        return []
+    dtype = _READ.get(x.dtype)
+    if dtype is None or not x.numel() or not x.untyped_storage().size():
+        return []
+    few, _ = _PLACES
+    return [_weighted_sum(x.detach(), dtype, n) for n in _PLACES[: 2 if x.numel() > few else 1]]
+
+
+def _weighted_sum(x: Tensor, dtype: torch.dtype, places: int) -> Tensor:
+    values = some_values(x, places).to(dtype)
+    if dtype == torch.int64:
+        return (values * torch.arange(1, len(values) + 1, device=x.device)).sum()
     sizes = values.abs() + (values.real if values.is_complex() else values) / 2
-    places = torch.linspace(1, 2, len(values), dtype=torch.float32, device=x.device)
-    return (torch.nan_to_num(sizes, 0, 0, 0) * places).sum()
+    weights = torch.linspace(1, 2, len(values), dtype=torch.float32, device=x.device)
+    return (torch.nan_to_num(sizes, 0, 0, 0) * weights).sum()
+
+
+def some_values(x: Tensor, places: int) -> Tensor:
+    """Return about so many values, in one dim: those of some rows of each dim, which are a view."""
+    left, steps = float(places), dict[int, int]()
+    for n, dim in sorted((n, dim) for dim, n in enumerate(x.shape)):  # short dims are read whole
+        rows = min(n, max(1, round(left ** (1 / (x.ndim - len(steps))))))
+        steps[dim] = -(-n // rows)
+        left /= -(-n // steps[dim])
+    return x[tuple(slice(None, None, steps[dim]) for dim in range(x.ndim))].reshape(-1)
+
+
+def alike(here: Sequence[Any], there: Sequence[Any]) -> bool:
+    """Return True if two ranks have given a function the same, apart from rounding."""
+    return len(here) == len(there) and all(map(_is_same, here, there))
+
+
+def _is_same(here: Any, there: Any) -> bool:
+    rounded = all(isinstance(value, float | complex) for value in (here, there))
+    return here == there or (rounded and cmath.isclose(here, there, rel_tol=_RELATIVE))
 
 
 # where calls are noted; None outside of the steps of a training

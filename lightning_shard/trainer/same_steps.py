@@ -4,7 +4,6 @@ Ranks that share samples run the same program, each on its rows. A step that one
 or whose loss it changes, still has one mean gradient: all ranks train the same, wrong network.
 """
 
-import math
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -21,11 +20,12 @@ from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.failures.failure_watch import is_of_processes
 from lightning_shard.processes.torch_private.internals import accessors
-from lightning_shard.tensor.calls import Calls, counted_calls
+from lightning_shard.tensor.calls import Calls, alike, counted_calls
 from lightning_shard.tensor.tensor import DomainTensor
 
 _RELATIVE = 1e-4  # kernels of the ranks may round otherwise
-_NEVER = 0, 0.0  # a function that was not called, and its numbers
+_Called = dict[str, tuple[int, list[Any]]]  # how often, and with what
+_NEVER = 0, list[Any]()  # a function that was not called
 _ONLY_LOOK = {  # one rank alone may do so
     Tensor.__repr__,
     Tensor.__format__,
@@ -124,13 +124,13 @@ class SameSteps:
             _refuse_other_numbers(everywhere, firsts, ranks)
         _refuse_other_losses(sums, firsts, ranks)
 
-    def _called(self) -> dict[str, tuple[int, float]]:
-        """Return for each name of a function its calls, and the sum of its numbers."""
-        sums, called = self._calls.sums(), dict[str, tuple[int, float]]()
+    def _called(self) -> _Called:
+        """Return for each name of a function the number of its calls, and what it was given."""
+        given, called = self._calls.given(), _Called()
         for function, count in self._calls.counts.items():
             if function not in _ONLY_LOOK:
-                before, size = called.get(name := name_of(function), _NEVER)
-                called[name] = before + count, size + sums[function]
+                before, values = called.get(name := name_of(function), _NEVER)
+                called[name] = before + count, values + given[function]
         return called
 
 
@@ -229,7 +229,7 @@ def _refuse_other_batches(read: Sequence[int], firsts: Sequence[int], ranks: Seq
 
 
 def _refuse_other_calls(
-    called: Sequence[dict[str, tuple[int, float]]], firsts: Sequence[int], ranks: Sequence[int]
+    called: Sequence[_Called], firsts: Sequence[int], ranks: Sequence[int]
 ) -> None:
     """Raise of the first function that ranks of one replica have called in other numbers."""
     for place, first in enumerate(firsts):
@@ -244,12 +244,12 @@ def _refuse_other_calls(
 
 
 def _refuse_other_numbers(
-    called: Sequence[dict[str, tuple[int, float]]], firsts: Sequence[int], ranks: Sequence[int]
+    called: Sequence[_Called], firsts: Sequence[int], ranks: Sequence[int]
 ) -> None:
     """Raise of the first function to which ranks of one replica have given other numbers."""
     for place, first in enumerate(firsts):
         for name, (_, here) in sorted(called[place].items()):
-            if not math.isclose(here, called[first][name][1], rel_tol=_RELATIVE):
+            if not alike(here, called[first][name][1]):
                 raise DisagreementError(
                     f"the ranks have computed different steps: rank {ranks[place]} has given "
                     f"{name} other numbers, or other values of plain tensors, than rank "

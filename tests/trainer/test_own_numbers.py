@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from lightning_shard.tensor.calls import Calls, counted_calls
 from lightning_shard.trainer.same_steps import SameSteps
@@ -11,6 +12,7 @@ from tests.trainer.featured import Featured, fit_sharded
 from tests.trainer.test_fabric_loops import fabric_with
 from tests.trainer.test_fabric_same_steps import train
 
+MODES = ["circular", "replicate"]
 DRAWS = {
     "factor": lambda x, rng: x * rng.random(),
     "factor of NumPy": lambda x, rng: x * np.float32(rng.random()),
@@ -22,9 +24,33 @@ DRAWS = {
     "crop": lambda x, rng: x[..., (at := int(rng.integers(4))) : at + 3],
     "turn": lambda x, rng: x.roll(int(rng.integers(6)), -1),
     "mask": lambda x, rng: x.where(torch.from_numpy(rng.random(x.shape[-1]) < 0.5), 0.0),
+    "padding": lambda x, rng: F.pad(x, (at := int(rng.integers(4)), 3 - at)),
+    "kind of padding": lambda x, rng: F.pad(x, (1, 0, 0, 0), rng.choice(MODES)),
+    "order of columns": lambda x, rng: x[..., rng.permutation(x.shape[-1])],
+    "list of columns": lambda x, rng: x[..., rng.permutation(x.shape[-1]).tolist()],
+    "far turn": lambda x, rng: x.roll(10**6 + int(rng.integers(6)), -1),
+    "factor beside a large one": lambda x, rng: (x * 1e6) * rng.random(),
+    "box": lambda x, rng: F.interpolate(x, (64, 64)) * box(int(rng.integers(60))),
 }
-NAMES = {"order of samples": "__getitem__", "noise": "add", "crop": "__getitem__", "turn": "roll",
-         "mask": "where"}  # fmt: skip
+NAMES = {
+    "padding": "pad",
+    "kind of padding": "pad",
+    "order of columns": "__getitem__",
+    "list of columns": "__getitem__",
+    "far turn": "roll",
+    "order of samples": "__getitem__",
+    "noise": "add",
+    "crop": "__getitem__",
+    "turn": "roll",
+    "mask": "where",
+}
+
+
+def box(at):
+    """Ones with a few zeros, between the few values that are read of a large tensor."""
+    ones = torch.ones(64, 64, dtype=torch.float64)
+    ones[at : at + 3, at : at + 3] = 0.0
+    return ones
 
 
 class Augments(Featured):
@@ -42,7 +68,7 @@ class Augments(Featured):
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_numbers_of_one_rank_are_refused(draw):
-    words = rf"rank 1 has given Tensor\.{NAMES.get(draw, 'mul')} other numbers.*than rank 0"
+    words = rf"rank 1 has given \S*\.{NAMES.get(draw, 'mul')} other numbers.*than rank 0"
     seeds = (1, 3)  # the first numbers of every kind differ
     with pytest.raises(ValueError, match=words):
         fit_sharded(Augments(draw, seeds[dist.get_rank()]), (2,), limit_val_batches=0)
@@ -54,13 +80,16 @@ AUGMENTATIONS = {
     "flip": lambda x, rng: x.flip(-1) if rng.random() < 0.5 else x,
     "order": lambda x, rng: x[torch.from_numpy(rng.permutation(len(x)))],
     "crop": lambda x, rng: x[..., : 4 + int(rng.integers(4))],
+    "erased value": lambda x, rng: x.index_fill(-1, torch.tensor(int(rng.integers(7))), 0.0),
 }
 
 
 class AugmentsBatches(Augments):
     def on_after_batch_transfer(self, batch, dataloader_idx):
         turned = {"x": AUGMENTATIONS[self.draw](batch["x"], self.rng)}
-        return batch | turned if self.draw in ("factor", "flip", "order") else turned
+        return (
+            batch | turned if self.draw in ("factor", "flip", "order", "erased value") else turned
+        )
 
     def loss(self, batch):
         return self(batch["x"]).square().mean()
@@ -79,6 +108,42 @@ def test_batches_that_a_hook_augments_otherwise_are_refused(draw):
 def test_batches_that_a_hook_augments_alike_are_served():
     for draw in ("turn", "crop"):
         fit_sharded(AugmentsBatches(draw, 1), (2,), limit_val_batches=0, max_epochs=2)
+
+
+class RoundsBatches(Featured):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        nested = torch.nested.nested_tensor([batch["x"][0], batch["x"][1, :, :3]])
+        room = 1e-9 * dist.get_world_size() * self.global_rank
+        return batch | {"x": batch["x"] * (1 + room), "nested": nested}
+
+
+@pytest.mark.spmd(2)
+def test_batches_that_a_hook_rounds_otherwise_are_served():
+    fit_sharded(RoundsBatches(), (2,), limit_val_batches=0)
+
+
+class Heads(Featured):
+    """Several heads, in an order that is that of a set on each rank."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+        self.heads = torch.nn.ModuleDict(
+            {name: torch.nn.Conv2d(1, 1, 3, padding=1, dtype=torch.float64) for name in "uvw"}
+        )
+
+    def loss(self, batch):
+        x = self(batch["x"])
+        return sum(self.heads[name](self.heads[name](x)) for name in self.order).square().mean()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_another_order_on_one_rank_is_refused(sharding):
+    options = {"strategy": {"sharding": sharding}, "limit_val_batches": 0}
+    with pytest.raises(ValueError, match=r"rank 1 has given \S*conv2d other numbers"):
+        fit_sharded(Heads(("uvw", "vwu")[dist.get_rank()]), (2,), **options)
+    fit_sharded(Heads("vwu"), (2,), **options)
 
 
 @pytest.mark.spmd(2)
@@ -122,14 +187,64 @@ def test_what_is_written_is_not_read():
         calls.clear()
         calls.note(torch.Tensor.copy_, (filled,), {})
         calls.note(torch.add, (1.0, 2.0), {"out": filled})
-        assert calls.sums() == {torch.Tensor.copy_: 0.0, torch.add: 4.5}
+        assert calls.given() == {torch.Tensor.copy_: [], torch.add: [1.0, 2.0]}
 
 
-def test_values_without_memory_or_end_are_left_out():
+def given(*args, **kwargs):
     calls = Calls()
     calls.reads_numbers = True
-    values = (float("inf"), float("nan"), torch.empty(2, device="meta"), torch.tensor(float("nan")))
-    calls.note(torch.mul, (*values, torch.empty(0)), {})
-    assert calls.sums() == {torch.mul: 0.0}
-    calls.note(torch.mul, (2, True, 1j, -2.0), {"value": slice(1, None)})
-    assert calls.sums() == {torch.mul: pytest.approx(3 + 1.5 + 1.25 + 1 + 1.5)}
+    calls.note(torch.mul, args, kwargs)
+    return calls.given()[torch.mul]
+
+
+def test_numbers_words_and_lists_are_kept_in_their_order():
+    words = {"mode": "wrap", "dims": (1, [2, (3, slice(4, None))])}
+    assert given(2, True, 1j, -2.5, **words) == [2, 1, 1j, -2.5, "wrap", 1, 2, 3, 4]
+
+
+def freed():
+    x = torch.ones(3)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+WITHOUT_VALUES = {
+    "meta": lambda: torch.empty(2, device="meta"),
+    "empty": lambda: torch.empty(0),
+    "freed": freed,
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "bits": lambda: torch.empty(3, dtype=torch.bits8),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_VALUES)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of kinds of tensors
+def test_tensors_that_do_not_add_up_are_left_out(kind):
+    assert given(WITHOUT_VALUES[kind]()) == []
+
+
+def test_what_has_no_end_is_nought():
+    assert given(float("inf"), float("nan"), torch.tensor(float("nan"))) == [0.0, 0.0, 0.0]
+
+
+def test_the_device_of_a_rank_is_its_own():
+    calls = Calls()
+    calls.reads_numbers = True
+    calls.note(torch.Tensor.to, (1,), {})
+    calls.note(torch.zeros_like, (), {"device": 1})
+    assert calls.given() == {torch.Tensor.to: [], torch.zeros_like: []}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float64, torch.complex128])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 50, 60), (2, 1, 2, 4, 400, 300)])
+def test_about_so_many_values_are_read(dtype, shape):
+    few, more = (found := given(torch.ones(shape).to(dtype)))[0], found[-1]
+    assert isinstance(few, float if dtype in (torch.float64, torch.complex128) else int)
+    places = torch.ones(shape).numel()
+    assert len(found) == (2 if places > 64 else 1)
+    if isinstance(few, int):  # 1 + 2 + ... + n
+        assert 32 <= (2 * few) ** 0.5 <= 128 or places < 32
+        assert 2**13 <= (2 * more) ** 0.5 <= 2**15 or (2 * more) ** 0.5 // 1 == places
