@@ -241,9 +241,11 @@ class OrderedBatches(Order):
             ):
                 used = self.drawn_from = self.numbers()
                 first, batches = self._drawn()
+                has_drawn = not same_numbers(used, self.numbers())
             if not same_numbers(before, used):
                 self._set(before)
-                next(iter(self.inner), None)  # as many numbers as it takes
+                if has_drawn:
+                    next(iter(self.inner), None)  # as many numbers as it takes
         yield from first
         yield from batches
 

@@ -8,6 +8,7 @@ import itertools
 import os
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
     random_split,
 )
@@ -43,6 +45,19 @@ class Noisy(Dataset):
     def __getitem__(self, index):
         x = torch.randn(1, 9, 7, generator=training.generator(index), dtype=torch.float64)
         return torch.tensor(index), x + torch.rand((), dtype=torch.float64) if self.noise else x
+
+
+class OwnOrder(Sampler):
+    """Draws from a generator of NumPy of its own, which goes on from pass to pass."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(3)
+
+    def __len__(self):
+        return TRAINED
+
+    def __iter__(self):
+        return iter(self.rng.permutation(TRAINED).tolist())
 
 
 class Net(LightningModule):
@@ -89,6 +104,7 @@ def loaders(trained, kind, batch_size, workers):
         "own generator": {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
         "weighted": {"sampler": WeightedRandomSampler(range(1, TRAINED + 1), 14)},
         "some": {"sampler": RandomSampler(trained, num_samples=10)},
+        "own order": {"sampler": OwnOrder()},
     }[kind]
     return DataLoader(trained, batch_size, num_workers=workers, **options)
 
@@ -138,9 +154,14 @@ def test_workers_draw_alike():
     assert_equal(found, script(plain(), workers=1))
 
 
+@pytest.mark.spmd(2)
+def test_a_sampler_of_ones_own_is_asked_once_an_epoch():
+    assert_equal(script(strategy((2,)), "own order"), script(plain(), "own order"))
+
+
 @pytest.mark.slow
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("kind", ["shuffled", "in order"])
+@pytest.mark.parametrize("kind", ["shuffled", "in order", "own order"])
 def test_replicas_share_the_samples_of_each_step(kind):
     """Twice the replicas, half the batch: each step reads what plain Lightning's reads."""
     read = script(strategy((1,)), kind, dropout=0.0, batch_size=BATCH // 2)[0]
