@@ -63,9 +63,10 @@ class Calls:
         """
         self.counts[function] += 1
         if self.reads_numbers and function not in _NAME_DEVICES and not in_transform():
-            written = 1 if changes_first(function, args, kwargs) else 0  # may have no values yet
+            # what is written, or added times nought, may have no values
+            unread = changes_first(function, args, kwargs) or kwargs.get("beta") == 0
             named = (value for name, value in kwargs.items() if name not in ("out", "device"))
-            _collect((*args[written:], *named), self._given[function])
+            _collect((*args[1 if unread else 0 :], *named), self._given[function])
 
     def given(self) -> dict[Any, list[Any]]:
         """Return what each function was given, in the order of its calls."""

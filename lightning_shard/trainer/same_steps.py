@@ -215,6 +215,12 @@ _REASON = (
     "generators of your own alike."
 )
 
+_OTHERS = "other numbers, or other values of plain tensors,", ""
+_IN_ANOTHER_ORDER = (
+    "its numbers and tensors in another order",
+    "A set of names has another order in each process, so sort it. ",
+)
+
 
 def _refuse_other_batches(read: Sequence[int], firsts: Sequence[int], ranks: Sequence[int]) -> None:
     """Raise of the first rank that has read other batches than the first rank of its replica."""
@@ -249,12 +255,16 @@ def _refuse_other_numbers(
     """Raise of the first function to which ranks of one replica have given other numbers."""
     for place, first in enumerate(firsts):
         for name, (_, here) in sorted(called[place].items()):
-            if not alike(here, called[first][name][1]):
-                raise DisagreementError(
-                    f"the ranks have computed different steps: rank {ranks[place]} has given "
-                    f"{name} other numbers, or other values of plain tensors, than rank "
-                    f"{ranks[first]}, with which it shares its samples. {_REASON}"
-                )
+            there = called[first][name][1]
+            if alike(here, there):
+                continue
+            reordered = alike(*(sorted(values, key=repr) for values in (here, there)))
+            given, hint = _IN_ANOTHER_ORDER if reordered else _OTHERS
+            raise DisagreementError(
+                f"the ranks have computed different steps: rank {ranks[place]} has given {name} "
+                f"{given} than rank {ranks[first]}, with which it shares its samples. "
+                f"{hint}{_REASON}"
+            )
 
 
 def _refuse_other_losses(sums: Tensor, firsts: Sequence[int], ranks: Sequence[int]) -> None:
