@@ -52,6 +52,11 @@ def check(config: Any, given: Given) -> None:
         if names_all(trainer.accelerator, trainer.devices):
             trainer.devices = 1  # Lightning counts those that this process sees
     path, folder = config.get("ckpt_path"), config.trainer.default_root_dir
+    if path == "best":  # Lightning means the training before in the same program
+        raise UsageError(
+            f"ckpt_path 'best'{_at(given, 'ckpt_path')} is of a training in the same program, and "
+            "a command begins without one; give the file that fit names after 'Best checkpoint:'"
+        )
     is_file = isinstance(path, str) and path not in CKPT_WORDS and ":" not in path
     if is_file and not Path(path).exists():
         close = nearest_file(Path(path))

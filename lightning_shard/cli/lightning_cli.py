@@ -168,6 +168,7 @@ class ShardCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Let a refusal stop the processes that the trainer launches."""
         self.state.trainer = self.trainer
+        self.state.ckpt_path = self.config[self.config["subcommand"]].ckpt_path
         fit_bar(self.trainer, self.config[self.config["subcommand"]].trainer.callbacks)
         if isinstance(self.trainer.strategy, HybridShardStrategy):
             options: dict[str, Any] = vars(self.config[self.config["subcommand"]].as_flat())

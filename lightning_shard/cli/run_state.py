@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.positions import Given
+from lightning_shard.cli.usage import UsageError
 from lightning_shard.lightning import Callback, LightningModule, ModelCheckpoint, Trainer, TrainerFn
 from lightning_shard.trainer.callbacks.epoch_report import checkpoint_lines, training_ended
 from lightning_shard.trainer.callbacks.run_report import RunReport
@@ -22,6 +23,7 @@ class RunState(Callback):
         given: The options that the user wrote.
         stepped: True once a batch is done. Before, one sentence says enough of any error; later,
             every error keeps its traceback.
+        ckpt_path: The checkpoint that the options name, or a word such as `last`.
     """
 
     has_last_words = True  # EpochReport leaves them to the command line
@@ -33,6 +35,7 @@ class RunState(Callback):
         self.trainer: Trainer | None = None
         self.started = time.monotonic()
         self.first_step: int | None = None  # the training may not begin
+        self.ckpt_path: str | None = None
 
     def stop_children(self) -> None:
         """Stop the ranks launched from here, which would report the same refusal once more."""
@@ -47,6 +50,17 @@ class RunState(Callback):
         except Exception as err:
             self.error = err
             raise
+
+    def _refuse_a_new_model(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse `last` where there is none: Lightning would evaluate a new model."""
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if self.ckpt_path == "last" and trainer.ckpt_path is None and not fits:
+            raise UsageError(
+                "ckpt_path is 'last', but no ModelCheckpoint of this configuration has a folder "
+                "with a last checkpoint; give the path of the file, which fit names after 'Resume:'"
+            )
+
+    on_validation_start = on_test_start = on_predict_start = _refuse_a_new_model
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the step from which this training starts."""

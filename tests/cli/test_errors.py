@@ -229,6 +229,11 @@ WORDS = {
         ["fit", "--config", "base.yaml", "--trainer.max_epochs", "three"],
         "trainer.max_epochs must be an integer or null; got 'three' on the command line",
     ),
+    "the best of a run before": (
+        ["predict", "--config", "base.yaml", "--ckpt_path", "best"],
+        "ckpt_path 'best' (on the command line) is of a training in the same program, and a "
+        "command begins without one; give the file that fit names after 'Best checkpoint:'",
+    ),
     "short class": (
         ["fit", "--model", "NedsWidth", "--data", "Data"],
         "unknown class 'NedsWidth' for model on the command line; did you mean 'NeedsWidth'?",

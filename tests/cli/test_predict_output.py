@@ -170,3 +170,28 @@ def test_a_batch_size_that_lightning_cannot_give_again(here, capsys):
     said = capsys.readouterr().err
     assert "`__init__` argument can be passed to its parent's `batch_size" in said
     assert "give the batch size by its name: DataLoader(dataset, batch_size=2)" in said
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
+def test_no_last_checkpoint_is_no_new_model(here, capsys):
+    with pytest.raises(SystemExit) as ended:
+        predict(here, "--ckpt_path", "last", "--output", "out.zarr")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "error: ckpt_path is 'last', but no ModelCheckpoint of this configuration" in said
+    assert "give the path of the file, which fit names after 'Resume:'" in said
+    assert not (here / "out.zarr").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`:UserWarning")
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
+def test_the_last_checkpoint_of_a_named_folder(here):
+    keeps = (
+        "  callbacks: {class_path: ModelCheckpoint, init_args: {dirpath: kept, save_last: true}}"
+    )
+    text = CONFIG.replace(f"  callbacks: {{class_path: {HERE}.Keep}}", keeps)
+    (here / "given.yaml").write_text(text)
+    cli.main(["fit", "--config", "given.yaml", "--trainer.default_root_dir", "."])
+    words = "--config given.yaml --ckpt_path last --output out".split()
+    cli.main(["predict", *words, "--trainer.default_root_dir", "."])
