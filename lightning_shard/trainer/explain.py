@@ -25,6 +25,10 @@ _BY_MESSAGE = {
         "while the block runs only, and torch.autograd.grad finds no shard; with "
         "sharding='gradients' they stay whole until backward."
     ),
+    ".numpy() is not supported for tensor subclasses": _WHOLE + (
+        "Or: sharded parameters and gradients have no array: write p.full_tensor().numpy() or "
+        "p.grad.full_tensor().numpy() on all ranks."
+    ),
     "would remove or reshape sharded dimension": _WHOLE + (
         "Or: sharded parameters or gradients were flattened, as ModelPruning and "
         "torch.cat([p.flatten() ...]) do, which torch refuses."

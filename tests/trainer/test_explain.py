@@ -43,6 +43,30 @@ def test_a_refusal_of_ours_has_no_note_of_the_optimizer():
     assert not any("optimizer" in note for note in getattr(caught.value, "__notes__", ()))
 
 
+class InNumPy(torch.optim.SGD):
+    """An optimizer that computes its step in NumPy."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.grad.numpy()
+
+
+class WithNumPy(Featured):
+    def configure_optimizers(self):
+        return InNumPy(self.parameters(), lr=0.1)
+
+
+@pytest.mark.spmd(2)
+def test_an_optimizer_in_numpy():
+    with pytest.raises(RuntimeError, match="not supported for tensor subclasses") as caught:
+        fit_sharded(WithNumPy(), (2,), strategy={"sharding": "full"})
+    (note,) = caught.value.__notes__
+    assert note.startswith("sharding='none' keeps parameters whole on each rank")
+    assert "p.grad.full_tensor().numpy()" in note
+    fit_sharded(WithNumPy(), (2,), strategy={"sharding": "none"})
+
+
 def test_a_file_that_another_rank_has_opened():
     error = BlockingIOError("Unable to synchronously create file (unable to lock file, errno = 11)")
     explain(error)
