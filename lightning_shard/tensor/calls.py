@@ -63,7 +63,7 @@ class Calls:
         """
         self.counts[function] += 1
         if self.reads_numbers and function not in _NAME_DEVICES and not in_transform():
-            # what is written, or added times nought, may have no values
+            # memory that is written, or added times nought, may have no values
             unread = changes_first(function, args, kwargs) or kwargs.get("beta") == 0
             named = (value for name, value in kwargs.items() if name not in ("out", "device"))
             _collect((*args[1 if unread else 0 :], *named), self._given[function])
