@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.ops.registry import changes_first
+from lightning_shard.processes.device import DEVICES
 from lightning_shard.processes.torch_private.internals import in_transform
 
 _PLACES = 64, 2**14  # read of a tensor: a few, and more, among them a box or a sensor
@@ -30,7 +31,8 @@ _READ = {
     **dict.fromkeys(_FLOATS, torch.float32),
     **dict.fromkeys(_COMPLEX, torch.complex64),
 }
-_NAME_DEVICES = {Tensor.to, Tensor.cuda, Tensor.xpu}  # each rank has a device of its own
+# each rank has a device of its own
+_NAME_DEVICES = {Tensor.to, *(getattr(Tensor, row.type, None) for row in DEVICES)}
 
 
 class Calls:
