@@ -263,6 +263,7 @@ def programs(domain: tuple[int, ...], seeds: range) -> dict[str, dict[str, Any]]
     return {str(seed): {"seed": seed, "domain": domain} for seed in seeds}
 
 
+@pytest.mark.quick_rows("1x2")
 @pytest.mark.parametrize("mesh", ["1x2", "2x1"])
 def test_random_trainings(mesh, run_each):
     ranks, domain = MESHES[mesh]
