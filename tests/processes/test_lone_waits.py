@@ -1,6 +1,7 @@
 """Ranks of a script that wait for each other at different places end with a sentence."""
 
 import threading
+import time
 import warnings
 
 import pytest
@@ -177,6 +178,7 @@ def use_a_thread_on_one_rank():
     x = lightning_shard.shard(torch.randn(5, 3), mesh, 0)
 
     def draw():
+        time.sleep(0.5)  # until the first thread waits; one that works would be another refusal
         with pytest.raises(UnsupportedOperationError, match="must use them in that thread"):
             x.mean()
 
