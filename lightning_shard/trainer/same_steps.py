@@ -270,8 +270,8 @@ def _refuse_other_numbers(
 def _refuse_other_losses(sums: Tensor, firsts: Sequence[int], ranks: Sequence[int]) -> None:
     """Raise of the first rank whose losses are not those of the first rank of its replica."""
     wanted = sums[[*firsts]]
-    alike = torch.isclose(sums, wanted, rtol=_RELATIVE, atol=0.0, equal_nan=True)
-    for place in (~alike).nonzero().flatten().tolist():
+    is_equal = torch.isclose(sums, wanted, rtol=_RELATIVE, atol=0.0, equal_nan=True)
+    for place in (~is_equal).nonzero().flatten().tolist():
         raise DisagreementError(
             f"the losses of these steps differ: they add up to {wanted[place]:.6g} on rank "
             f"{ranks[firsts[place]]} and to {sums[place]:.6g} on rank {ranks[place]}, which share "

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shard import HybridShardStrategy
+from tests.training import trainer
 
 FIELDS = torch.randn(8, 1, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -111,28 +110,13 @@ class WritesOnce(Callback):
             dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
 
 
-def trainer_of(**kwargs):
-    return Trainer(
-        accelerator="cpu",
-        devices=4,
-        strategy=HybridShardStrategy(domain_parallel_size=2),
-        plugins=TorchElasticEnvironment(),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **kwargs,
-    )
-
-
 @pytest.mark.spmd(4)
 def test_each_hook_of_a_run(tmp_path):
     module, rank = Net(), dist.get_rank()
     expected = module.layer.weight.detach().clone()
-    trainer = trainer_of(callbacks=[WritesOnce(tmp_path)])
-    trainer.fit(module)
-    assert trainer.global_step == 2  # of 8 samples on 2 replicas, in batches of 2
+    runner = trainer((2,), callbacks=[WritesOnce(tmp_path)])
+    runner.fit(module)
+    assert runner.global_step == 2  # of 8 samples on 2 replicas, in batches of 2
     assert not module.layer.weight.equal(expected)
     assert {"setup", "train_dataloader", "on_fit_end", "teardown"} < module.seen.counted.keys()
     assert len(module.seen.counted) > 25
@@ -145,7 +129,7 @@ def test_each_hook_of_a_run(tmp_path):
 def test_a_mean_over_replicas_in_a_hook():
     module = Net()
     expected = torch.stack([module.layer(each[None]).square().mean() for each in FIELDS]).mean()
-    trainer_of().test(module, verbose=False)
+    trainer((2,)).test(module, verbose=False)
     assert torch.allclose(module.mean, expected, rtol=1e-10)
 
 
@@ -157,5 +141,5 @@ class FailsInAHook(Net):
 @pytest.mark.spmd(4)
 def test_a_run_that_fails_counts_processes_again():
     with pytest.raises(KeyError, match="of the user"):
-        trainer_of().fit(FailsInAHook())
+        trainer((2,)).fit(FailsInAHook())
     assert dist.get_world_size() == 4
