@@ -13,11 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import named_leaves
 from lightning_shard.processes.torch_private.internals import FakeTensor
-from lightning_shard.tensor.calls import some_values
+from lightning_shard.tensor.calls import RELATIVE, some_values
 from lightning_shard.tensor.tensor import DomainTensor
 
 _PLACES = 64  # read of each entry of a batch
-_RELATIVE = 1e-4  # kernels of the ranks may round otherwise
 
 
 def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
@@ -93,7 +92,7 @@ def _is_rounded(x: Tensor | None, found: Sequence[tuple[Any, ...]], group: Any) 
         return False
     wanted = x.detach().clone()
     dist.broadcast(wanted, group=group, group_src=0)
-    room = _RELATIVE * torch.nan_to_num(wanted.abs(), 0, 0, 0).amax()
+    room = RELATIVE * torch.nan_to_num(wanted.abs(), 0, 0, 0).amax()
     is_near = ((x - wanted).abs() <= room) | (x == wanted) | (x.isnan() & wanted.isnan())
     others = (~is_near).sum().float()
     dist.all_reduce(others, group=group)

@@ -21,7 +21,7 @@ from lightning_shard.processes.device import DEVICES
 from lightning_shard.processes.torch_private.internals import in_transform
 
 _PLACES = 64, 2**14  # read of a tensor: a few, and more, among them a box or a sensor
-_RELATIVE = 1e-4  # kernels of the ranks may round otherwise
+RELATIVE = 1e-4  # kernels of the ranks may round otherwise
 _INTEGERS = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
              torch.int8, torch.int16, torch.int32, torch.int64}  # fmt: skip
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -139,7 +139,7 @@ def alike(here: Sequence[Any], there: Sequence[Any]) -> bool:
 
 def _is_same(here: Any, there: Any) -> bool:
     rounded = all(isinstance(value, float | complex) for value in (here, there))
-    return here == there or (rounded and cmath.isclose(here, there, rel_tol=_RELATIVE))
+    return here == there or (rounded and cmath.isclose(here, there, rel_tol=RELATIVE))
 
 
 # where calls are noted; None outside of the steps of a training

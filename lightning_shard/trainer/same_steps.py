@@ -20,10 +20,9 @@ from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.failures.failure_watch import is_of_processes
 from lightning_shard.processes.torch_private.internals import accessors
-from lightning_shard.tensor.calls import Calls, alike, counted_calls
+from lightning_shard.tensor.calls import RELATIVE, Calls, alike, counted_calls
 from lightning_shard.tensor.tensor import DomainTensor
 
-_RELATIVE = 1e-4  # kernels of the ranks may round otherwise
 _Called = dict[str, tuple[int, list[Any]]]  # how often, and with what
 _NEVER = 0, list[Any]()  # a function that was not called
 _ONLY_LOOK = {  # one rank alone may do so
@@ -270,7 +269,7 @@ def _refuse_other_numbers(
 def _refuse_other_losses(sums: Tensor, firsts: Sequence[int], ranks: Sequence[int]) -> None:
     """Raise of the first rank whose losses are not those of the first rank of its replica."""
     wanted = sums[[*firsts]]
-    is_equal = torch.isclose(sums, wanted, rtol=_RELATIVE, atol=0.0, equal_nan=True)
+    is_equal = torch.isclose(sums, wanted, rtol=RELATIVE, atol=0.0, equal_nan=True)
     for place in (~is_equal).nonzero().flatten().tolist():
         raise DisagreementError(
             f"the losses of these steps differ: they add up to {wanted[place]:.6g} on rank "
