@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.data.file_field import FileField
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import entries_of, is_graph, leaves_of, map_leaves, with_entries
+from lightning_shard.tensor.calls import name_makers
 from lightning_shard.tensor.local_mesh import LocalMesh
 from lightning_shard.tensor.placement import is_field, shard, shard_alike
 
@@ -40,6 +41,12 @@ def shard_batch(batch: Any, mesh: DeviceMesh | LocalMesh, shard_dims: ShardDims 
         ValueError: A dim is named that an entry does not have, or a key that the batch does not
             have.
     """
+    split = _split_entries(batch, mesh, shard_dims)
+    name_makers((x for x in leaves_of(split) if isinstance(x, Tensor) and is_field(x)), "the batch")
+    return split
+
+
+def _split_entries(batch: Any, mesh: DeviceMesh | LocalMesh, shard_dims: ShardDims) -> Any:
     if not isinstance(shard_dims, Mapping):
         leaves = [x for x in leaves_of(batch) if isinstance(x, _WHOLE) and _has_rows(x)]
         return _Splitter(mesh, shard_dims, _fields(leaves, shard_dims, mesh.ndim)).split(batch, "")

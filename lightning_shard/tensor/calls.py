@@ -1,13 +1,14 @@
-"""Counts the functions that are called with split tensors, and keeps the numbers they are given.
+"""Counts the functions that are called with split tensors, and keeps what they are given.
 
-Ranks that share samples call the same functions with the same numbers. One whose own generator or
-clock gives it another factor computes another network on its rows.
+Ranks that share samples call the same functions with the same numbers, on the results of the same
+calls. One whose own generator or clock gives it another factor, or chooses another branch, computes
+another network on its rows.
 """
 
 import cmath
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from numbers import Integral, Number
 from typing import Any, SupportsComplex, cast
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.ops.registry import changes_first
+from lightning_shard.ops.registry import changes_first, name_of
 from lightning_shard.processes.device import DEVICES
-from lightning_shard.processes.torch_private.internals import in_transform
+from lightning_shard.processes.torch_private.internals import accessors, in_transform
+from lightning_shard.tensor.gathering import split_in
 
 _PLACES = 64, 2**14  # read of a tensor: a few, and more, among them a box or a sensor
 RELATIVE = 1e-4  # kernels of the ranks may round otherwise
@@ -33,6 +35,15 @@ _READ = {
 }
 # each rank has a device of its own
 _NAME_DEVICES = {Tensor.to, *(getattr(Tensor, row.type, None) for row in DEVICES)}
+_MADE_BY = "_made_by"  # the name of the call, or of the batch, that a split tensor is of
+ONLY_LOOK = {  # one rank alone may do so
+    Tensor.__repr__,
+    Tensor.__format__,
+    Tensor.detach,
+    accessors("grad").__get__,
+    Tensor.register_hook,
+    Tensor.retain_grad,
+}
 
 
 class Calls:
@@ -41,7 +52,7 @@ class Calls:
     Attributes:
         counts: The number of calls of each function.
         reads_numbers: True to keep numbers, words and sums of tensors, which take some small
-            kernels for each tensor.
+            kernels for each tensor, and which calls have made the split tensors.
     """
 
     def __init__(self) -> None:
@@ -49,26 +60,45 @@ class Calls:
         self.counts = Counter[Any]()
         self.reads_numbers = False
         self._given = defaultdict[Any, list[Any]](list)
+        self._makers = defaultdict[Any, list[str]](list)
 
     def clear(self) -> None:
         """Forget all calls."""
         self.counts.clear()
         self._given.clear()
+        self._makers.clear()
 
-    def note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
+    def note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> str:
         """Note a call, before it runs.
 
         Args:
             function: A function of torch, of which an argument is a split tensor.
             args: Its arguments.
             kwargs: Its named arguments.
+
+        Returns:
+            A name of the call, which is the same on all ranks.
         """
         self.counts[function] += 1
-        if self.reads_numbers and function not in _NAME_DEVICES and not in_transform():
-            # memory that is written, or added times nought, may have no values
-            unread = changes_first(function, args, kwargs) or kwargs.get("beta") == 0
-            named = (value for name, value in kwargs.items() if name not in ("out", "device"))
-            _collect((*args[1 if unread else 0 :], *named), self._given[function])
+        if not self.reads_numbers or in_transform():
+            return ""
+        tensors = split_in([args, kwargs], Tensor)
+        makers = [maker for x in tensors if (maker := getattr(x, _MADE_BY, ""))]
+        if function in ONLY_LOOK:
+            return f"a copy of {makers[0]}" if makers else ""
+        self._makers[function] += makers
+        # memory that is written, or added times nought, may have no values
+        unread = changes_first(function, args, kwargs) or kwargs.get("beta") == 0
+        named = (value for name, value in kwargs.items() if name not in ("out", "device"))
+        values = (*args[1 if unread else 0 :], *named)
+        if function in _NAME_DEVICES:
+            values = tuple(value for value in values if isinstance(value, torch.dtype))
+        _collect(values, self._given[function])
+        return f"call {self.counts[function]} of {name_of(function)}"
+
+    def makers(self) -> dict[Any, list[str]]:
+        """Return the names of the calls that made the split tensors given to each function."""
+        return {function: self._makers[function] for function in self.counts}
 
     def given(self) -> dict[Any, list[Any]]:
         """Return what each function was given, in the order of its calls."""
@@ -79,11 +109,19 @@ class Calls:
         return found
 
 
+def name_makers(tensors: Iterable[Tensor], name: str) -> None:
+    """Note on split tensors which call has made them, or that they are of a batch."""
+    for place, x in enumerate(tensors):
+        setattr(x, _MADE_BY, f"tensor {place} of {name}")
+
+
 def _collect(values: Sequence[Any], into: list[Any]) -> None:
     """Add what values say of the numbers of a call: themselves, or sums of tensors."""
     for value in values:
-        if isinstance(value, str | Integral):
-            into.append(value if isinstance(value, str) else int(value))
+        if isinstance(value, str | torch.dtype):
+            into.append(str(value))
+        elif isinstance(value, Integral):
+            into.append(int(value))
         elif isinstance(value, Number):  # Python's or NumPy's
             number = complex(cast("SupportsComplex", value))
             into.append(number if cmath.isfinite(number) else 0.0)

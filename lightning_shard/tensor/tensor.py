@@ -35,7 +35,7 @@ from lightning_shard.processes.torch_private.internals import (
     untraced,
     without_rules,
 )
-from lightning_shard.tensor.calls import counted_calls
+from lightning_shard.tensor.calls import counted_calls, name_makers
 from lightning_shard.tensor.facts import FACTS
 from lightning_shard.tensor.gathering import (
     gather_allowed,
@@ -176,15 +176,21 @@ def _untraced(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _answer(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Serve a call by what the tensor knows of itself, by a rule, or by `allow_gather`.
-
-    A refusal tells the ways out.
-    """
+    """Serve a call by what the tensor knows of itself, or note it and serve it."""
     fact = FACTS.get(func)  # before rules, which need values: a shape is known without any
     if fact is not None:
         return fact(func, *args, **kwargs)
-    if (calls := counted_calls.get()) is not None:
-        calls.note(func, args, kwargs)
+    if (calls := counted_calls.get()) is None:
+        return _served(func, args, kwargs)
+    name = calls.note(func, args, kwargs)
+    result = _served(func, args, kwargs)
+    if name:
+        name_makers(split_in([result], DomainTensor), name)
+    return result
+
+
+def _served(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Serve a call by a rule, or by `allow_gather`; a refusal tells the ways out."""
     try:
         return (_into_out if "out" in kwargs else _by_rule)(func, args, kwargs)
     except UnsupportedOperationError as error:

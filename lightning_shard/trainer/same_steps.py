@@ -7,6 +7,7 @@ or whose loss it changes, still has one mean gradient: all ranks train the same,
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,20 +20,12 @@ from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.failures.failure_watch import is_of_processes
-from lightning_shard.processes.torch_private.internals import accessors
-from lightning_shard.tensor.calls import RELATIVE, Calls, alike, counted_calls
+from lightning_shard.tensor.calls import ONLY_LOOK, RELATIVE, Calls, alike, counted_calls
 from lightning_shard.tensor.tensor import DomainTensor
 
-_Called = dict[str, tuple[int, list[Any]]]  # how often, and with what
-_NEVER = 0, list[Any]()  # a function that was not called
-_ONLY_LOOK = {  # one rank alone may do so
-    Tensor.__repr__,
-    Tensor.__format__,
-    Tensor.detach,
-    accessors("grad").__get__,
-    Tensor.register_hook,
-    Tensor.retain_grad,
-}
+# how often, with which numbers, and with results of which calls
+_Called = dict[str, tuple[int, list[Any], list[str]]]
+_NEVER = 0, list[Any](), list[str]()  # a function that was not called
 
 
 class SameSteps:
@@ -121,15 +114,16 @@ class SameSteps:
             everywhere = [found for _, found in everywhere]
             _refuse_other_calls(everywhere, firsts, ranks)
             _refuse_other_numbers(everywhere, firsts, ranks)
+            _refuse_other_tensors(everywhere, firsts, ranks)
         _refuse_other_losses(sums, firsts, ranks)
 
     def _called(self) -> _Called:
         """Return for each name of a function the number of its calls, and what it was given."""
-        given, called = self._calls.given(), _Called()
+        given, makers, called = self._calls.given(), self._calls.makers(), _Called()
         for function, count in self._calls.counts.items():
-            if function not in _ONLY_LOOK:
-                before, values = called.get(name := name_of(function), _NEVER)
-                called[name] = before + count, values + given[function]
+            if function not in ONLY_LOOK:
+                before, values, of = called.get(name := name_of(function), _NEVER)
+                called[name] = before + count, values + given[function], of + makers[function]
         return called
 
 
@@ -253,7 +247,7 @@ def _refuse_other_numbers(
 ) -> None:
     """Raise of the first function to which ranks of one replica have given other numbers."""
     for place, first in enumerate(firsts):
-        for name, (_, here) in sorted(called[place].items()):
+        for name, (_, here, _) in sorted(called[place].items()):
             there = called[first][name][1]
             if alike(here, there):
                 continue
@@ -264,6 +258,21 @@ def _refuse_other_numbers(
                 f"{given} than rank {ranks[first]}, with which it shares its samples. "
                 f"{hint}{_REASON}"
             )
+
+
+def _refuse_other_tensors(
+    called: Sequence[_Called], firsts: Sequence[int], ranks: Sequence[int]
+) -> None:
+    """Raise of the first function to which ranks of one replica have given other split tensors."""
+    for place, first in enumerate(firsts):
+        for name, (_, _, here) in sorted(called[place].items()):
+            pairs = zip_longest(here, called[first][name][2], fillvalue="a tensor of no call")
+            if other := next((pair for pair in pairs if pair[0] != pair[1]), None):
+                raise DisagreementError(
+                    f"the ranks have computed different steps: rank {ranks[place]} has given "
+                    f"{name} another split tensor than rank {ranks[first]}, with which it shares "
+                    f"its samples: {other[0]}, and {other[1]}. {_REASON}"
+                )
 
 
 def _refuse_other_losses(sums: Tensor, firsts: Sequence[int], ranks: Sequence[int]) -> None:

@@ -12,6 +12,16 @@ from tests.trainer.featured import Featured, fit_sharded
 from tests.trainer.test_fabric_loops import fabric_with
 from tests.trainer.test_fabric_same_steps import train
 
+CHOICES = {
+    "list": lambda x, rng: [x.sin(), x.cos(), x.tanh()][rng.integers(3)] * 2,
+    "samples": lambda x, rng: x.unbind(0)[rng.integers(2)] * 2,
+    "halves": lambda x, rng: torch.cat(
+        [x, *x.repeat(1, 2, 1, 1).chunk(2, 1)][rng.integers(2) :], 1
+    ),
+    "set": lambda x, rng: torch.cat([(x * 2, x * 3)[i] for i in rng.permutation(2)], 1),
+    "copies": lambda x, rng: (x.sin().detach(), x.cos().detach())[rng.integers(2)] * 2 + x,
+    "precision": lambda x, rng: x.to([torch.float32, torch.float64][rng.integers(2)]).double(),
+}
 MODES = ["circular", "replicate"]
 DRAWS = {
     "factor": lambda x, rng: x * rng.random(),
@@ -68,10 +78,41 @@ class Augments(Featured):
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_numbers_of_one_rank_are_refused(draw):
-    words = rf"rank 1 has given \S*\.{NAMES.get(draw, 'mul')} other numbers.*than rank 0"
+    given = "its numbers .* in another order" if draw == "list of columns" else "other numbers"
+    words = rf"rank 1 has given \S*\.{NAMES.get(draw, 'mul')} {given}.*than rank 0"
     seeds = (1, 3)  # the first numbers of every kind differ
     with pytest.raises(ValueError, match=words):
         fit_sharded(Augments(draw, seeds[dist.get_rank()]), (2,), limit_val_batches=0)
+
+
+class Chooses(Augments):
+    """Goes on with one of several tensors, by a generator of its own."""
+
+    def loss(self, batch):
+        x = batch["x"]
+        if self.draw == "entry":
+            return self((x, batch["y"])[self.rng.integers(2)]).square().mean()
+        return (CHOICES[self.draw](x, self.rng) * self.weight.sum()).square().mean()
+
+
+WORDS = {
+    "precision": "Tensor.to other numbers",
+    "entry": r"torch.conv2d another split tensor.*: tensor 1 of the batch, and tensor 0",
+    "halves": "torch.cat another split tensor",
+    "set": "torch.cat another split tensor",
+}
+
+
+@pytest.mark.quick_rows("list", "set")
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("choice", [*CHOICES, "entry"])
+def test_choices_of_one_rank_are_refused(choice):
+    words = WORDS.get(
+        choice, r"Tensor.mul another split tensor.*: .*tensor \d of call 1 of .*, and"
+    )
+    with pytest.raises(ValueError, match=f"rank 1 has given {words}"):
+        fit_sharded(Chooses(choice, (1, 3)[dist.get_rank()]), (2,), limit_val_batches=0)
+    fit_sharded(Chooses(choice, 1), (2,), limit_val_batches=0, max_epochs=2)
 
 
 AUGMENTATIONS = {
