@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from lightning_shard.processes.store import store_of_attempt
 _WAITING = {"_engine_run_backward", "_wait_for_tstate_lock", "_worker", "join", "select", "wait"}
 _LONGEST_S = 0.05  # between two looks for the other ranks
 _WAIT_S = 120.0  # for the other ranks
+_BEGINS_S = 0.2  # a new thread may come here before the one that started it waits for it
 _AT_ONCE = (
     "two threads use split tensors at once, or did so before, and each rank would run them in "
     "another order: let one thread wait for the other, and start the ranks again"
@@ -33,11 +35,12 @@ _thread: threading.Thread | None = None  # the one that exchanged last
 _compared: threading.Thread | None = None  # the one that the ranks compared last; None for the main
 _comparing: list[threading.Thread] = []  # the one that waits for the other ranks, at most
 _comparisons: Counter[tuple[int, ...]] = Counter()  # by the ranks of the group
+_seen = weakref.WeakSet[threading.Thread]()  # those that have exchanged
 _refusals: list[str] = []  # after one, no rank knows what the others wait for
 _of_parent: Any = None  # the process group of the process that this one was forked from
 PROCESS_STATE = {
     "_thread": _thread, "_compared": _compared, "_comparing": _comparing,
-    "_comparisons": _comparisons, "_refusals": _refusals,
+    "_comparisons": _comparisons, "_seen": _seen, "_refusals": _refusals,
 }  # fmt: skip
 
 
@@ -60,8 +63,12 @@ def check_thread(group: dist.ProcessGroup) -> None:
     if thread is last and not _comparing:
         return
     with _Taking(thread):
-        if _works(last):
-            _refuse_everywhere()
+        deadline = time.monotonic() + (0.0 if thread in _seen else _BEGINS_S)
+        while _works(last):
+            if time.monotonic() > deadline:
+                _refuse_everywhere()
+            time.sleep(0.005)
+        _seen.add(thread)
         # Python calls those of autograd so; they belong to the one that waits for them
         is_of_torch = thread.name.startswith("Dummy-")
         if not is_of_torch and thread is not (_compared or threading.main_thread()):

@@ -78,6 +78,20 @@ def test_two_threads_at_once():
 
 
 @pytest.mark.spmd(2)
+def test_a_thread_that_comes_before_its_starter_waits():
+    x = lightning_shard.shard(torch.arange(6.0), mesh_of(2), 0)
+    sums = list[float]()
+    thread = threading.Thread(target=lambda: sums.append(x.sum().item()))
+    thread.start()
+    begun = time.monotonic()
+    while time.monotonic() < begun + 0.05:
+        pass
+    thread.join()
+    assert sums == [15.0]
+    assert x.mean() == 2.5
+
+
+@pytest.mark.spmd(2)
 def test_a_thread_that_waits_for_rows_is_at_work():
     x = lightning_shard.shard(torch.randn(1, 1, 512, 512), mesh_of(2), 2)
     store, is_first = store_of_attempt(), dist.get_rank() == 0
