@@ -270,7 +270,7 @@ def is_in_place(function: Any) -> bool:
 def changes_first(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return True for a call that changes its first operand, also by `F.relu(x, inplace=True)`."""
+    """Return True for a call that changes its first operand, also by `x[i] = y`, `inplace=True`."""
     always, place = _ways_to_write(function)
     given = len(args) > place >= 0 and args[place]
     return always or bool(given or kwargs.get("inplace"))
@@ -283,7 +283,8 @@ def _ways_to_write(function: Callable[..., Any]) -> tuple[bool, int]:
         names = [*inspect.signature(function).parameters]
     except (TypeError, ValueError):  # a function of C++ tells no signature
         names = []
-    return is_in_place(function), names.index("inplace") if "inplace" in names else -1
+    writes = is_in_place(function) or function is Tensor.__setitem__
+    return writes, names.index("inplace") if "inplace" in names else -1
 
 
 def listed(values: Sequence[Any]) -> Sequence[Any]:

@@ -31,7 +31,7 @@ def unsettled(
     lazy = [x for x in fields if x._part.lazy]
     if not lazy or func in _COPIES or is_served_lazily(func, args):
         return []
-    writes = func is Tensor.__setitem__ or changes_first(func, tuple(args), kwargs)
+    writes = changes_first(func, tuple(args), kwargs)
     if writes and any(x is args[0] and getattr(x._part, "given", ()) for x in lazy):
         raise UnsupportedOperationError(
             "slices of this spectrum were taken, and would not show the write, as they do in "

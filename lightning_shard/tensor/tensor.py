@@ -275,7 +275,7 @@ def on_parts(
         if isinstance(func, ScriptMethod):
             without = "TorchScript asks no rule; give the module as it was before torch.jit"
         raise UnsupportedOperationError(_WITHOUT_RULE.get(func, without))
-    writing = func is Tensor.__setitem__ or changes_first(func, local_args, local_kwargs)
+    writing = changes_first(func, local_args, local_kwargs)
     run = _run_and_write_back if writing else run_rule
     if leaves_empty:
         run = replaying_views(run)

@@ -44,7 +44,7 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             made = by_rule(Tensor.clone, (x,), {})
         swapped(x, made, "a spectrum that autograd has saved cannot be computed; take its clone()")
     # functions of nn.init name their first argument
-    writes = bool(args) and (func is Tensor.__setitem__ or changes_first(func, args, kwargs))
+    writes = bool(args) and changes_first(func, args, kwargs)
     if writes and isinstance(args[0], Tensor) and not isinstance(args[0], TileTensor):
         return _into_plain(rule, func, args, kwargs)
     target = args[0] if writes and isinstance(args[0], TileTensor) else None

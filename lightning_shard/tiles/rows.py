@@ -68,7 +68,7 @@ class TileRows(Tensor):
         args, kwargs = plain_rows(args), plain_rows(kwargs)
         with without_rules():
             before = [version_of(each) for each in found]
-        writes = func is Tensor.__setitem__ or changes_first(func, args, kwargs)
+        writes = changes_first(func, args, kwargs)
         result = func(*args, **kwargs)  # a field among the arguments has its own rules
         with without_rules():
             written = [
