@@ -35,6 +35,8 @@ _READ = {
 }
 # each rank has a device of its own
 _NAME_DEVICES = {Tensor.to, *(getattr(Tensor, row.type, None) for row in DEVICES)}
+# they read no value of the second tensor, which may have none
+_LIKE_ANOTHER = {Tensor.view_as, Tensor.expand_as, Tensor.reshape_as, Tensor.type_as}
 _MADE_BY = "_made_by"  # the name of the call, or of the batch, that a split tensor is of
 ONLY_LOOK = {  # one rank alone may do so
     Tensor.__repr__,
@@ -93,6 +95,8 @@ class Calls:
         values = (*args[1 if unread else 0 :], *named)
         if function in _NAME_DEVICES:
             values = tuple(value for value in values if isinstance(value, torch.dtype))
+        elif function in _LIKE_ANOTHER:
+            values = args[:1]
         _collect(values, self._given[function])
         return f"call {self.counts[function]} of {name_of(function)}"
 

@@ -288,6 +288,15 @@ def test_the_device_of_a_rank_is_its_own():
     assert calls.given() == {torch.Tensor.to: [], torch.zeros_like: []}
 
 
+def test_a_tensor_that_gives_its_shape_is_not_read():
+    for value in (1.0, 2.0):
+        calls = Calls()
+        calls.reads_numbers = True
+        calls.note(torch.Tensor.expand_as, (torch.tensor(3.0), torch.full((2,), value)), {})
+        calls.note(torch.Tensor.view_as, (), {"other": torch.full((2,), value)})
+        assert calls.given() == {torch.Tensor.expand_as: [4.5], torch.Tensor.view_as: []}
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float64, torch.complex128])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 50, 60), (2, 1, 2, 4, 400, 300)])
 def test_about_so_many_values_are_read(dtype, shape):
