@@ -42,6 +42,9 @@ ONLY_LOOK = {  # one rank alone may do so
     Tensor.__repr__,
     Tensor.__format__,
     Tensor.detach,
+    Tensor.clone,  # and the others that copy: what is done with a copy is compared
+    Tensor.cpu,
+    accessors("data").__get__,
     accessors("grad").__get__,
     Tensor.register_hook,
     Tensor.retain_grad,

@@ -18,8 +18,8 @@ def doubled_loss(fabric, field):
 
 def looks(fabric, field):
     if fabric.is_global_zero:
-        seen = str(field), field.shape, field.detach()
-        assert len(seen) == 3
+        seen = str(field), field.shape, field.detach(), field.data, field.clone()
+        assert seen[-1].detach().cpu().to_local().shape[2:] < field.shape[2:]
     return field.square().mean()
 
 
