@@ -92,15 +92,7 @@ class Calls:
         if function in ONLY_LOOK:
             return f"a copy of {makers[0]}" if makers else ""
         self._makers[function] += makers
-        # memory that is written, or added times nought, may have no values
-        unread = changes_first(function, args, kwargs) or kwargs.get("beta") == 0
-        named = (value for name, value in kwargs.items() if name not in ("out", "device"))
-        values = (*args[1 if unread else 0 :], *named)
-        if function in _NAME_DEVICES:
-            values = tuple(value for value in values if isinstance(value, torch.dtype))
-        elif function in _LIKE_ANOTHER:
-            values = args[:1]
-        _collect(values, self._given[function])
+        _collect(_read_of(function, args, kwargs), self._given[function])
         return f"call {self.counts[function]} of {name_of(function)}"
 
     def makers(self) -> dict[Any, list[str]]:
@@ -114,6 +106,19 @@ class Calls:
             for value in values:
                 found[function].append(value.item() if isinstance(value, Tensor) else value)
         return found
+
+
+def _read_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Sequence[Any]:
+    """Return the arguments of a call whose values are the same on all ranks, and are read."""
+    if function in _LIKE_ANOTHER:
+        return args[:1]
+    # memory that is written, or added times nought, may have no values
+    unread = changes_first(function, args, kwargs) or kwargs.get("beta") == 0
+    named = (value for name, value in kwargs.items() if name not in ("out", "device"))
+    values = (*args[1 if unread else 0 :], *named)
+    if function in _NAME_DEVICES:
+        return [value for value in values if isinstance(value, torch.dtype)]
+    return values
 
 
 def name_makers(tensors: Iterable[Tensor], name: str) -> None:

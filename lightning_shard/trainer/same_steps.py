@@ -5,10 +5,10 @@ or whose loss it changes, still has one mean gradient: all ranks train the same,
 """
 
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,17 @@ from lightning_shard.processes.failures.failure_watch import is_of_processes
 from lightning_shard.tensor.calls import ONLY_LOOK, RELATIVE, Calls, alike, counted_calls
 from lightning_shard.tensor.tensor import DomainTensor
 
-# how often, with which numbers, and with results of which calls
-_Called = dict[str, tuple[int, list[Any], list[str]]]
-_NEVER = 0, list[Any](), list[str]()  # a function that was not called
+
+class _Use(NamedTuple):
+    """The calls of one function: how often, with which numbers, and with results of which calls."""
+
+    times: int
+    values: list[Any]
+    makers: list[str]
+
+
+_Called = dict[str, _Use]
+_NEVER = _Use(0, [], [])  # a function that was not called
 
 
 class SameSteps:
@@ -123,7 +131,7 @@ class SameSteps:
         for function, count in self._calls.counts.items():
             if function not in ONLY_LOOK:
                 before, values, of = called.get(name := name_of(function), _NEVER)
-                called[name] = before + count, values + given[function], of + makers[function]
+                called[name] = _Use(before + count, values + given[function], of + makers[function])
         return called
 
 
@@ -227,52 +235,57 @@ def _refuse_other_batches(read: Sequence[int], firsts: Sequence[int], ranks: Seq
             )
 
 
+def _uses(
+    called: Sequence[_Called], firsts: Sequence[int]
+) -> Iterator[tuple[int, int, str, _Use, _Use]]:
+    """Yield each rank, the first one of its replica, a function, and what both made of it."""
+    for place, first in enumerate(firsts):
+        for name in sorted(called[place] | called[first]):
+            here, there = (called[rank].get(name, _NEVER) for rank in (place, first))
+            yield place, first, name, here, there
+
+
 def _refuse_other_calls(
     called: Sequence[_Called], firsts: Sequence[int], ranks: Sequence[int]
 ) -> None:
     """Raise of the first function that ranks of one replica have called in other numbers."""
-    for place, first in enumerate(firsts):
-        for name in sorted(called[place] | called[first]):
-            here, there = (called[rank].get(name, _NEVER)[0] for rank in (place, first))
-            if here != there:
-                raise DisagreementError(
-                    f"the ranks have computed different steps: rank {ranks[first]} has called "
-                    f"{name} on split tensors {there} times, and rank {ranks[place]} {here} times. "
-                    f"{_REASON}"
-                )
+    for place, first, name, here, there in _uses(called, firsts):
+        if here.times != there.times:
+            raise DisagreementError(
+                f"the ranks have computed different steps: rank {ranks[first]} has called "
+                f"{name} on split tensors {there.times} times, and rank {ranks[place]} "
+                f"{here.times} times. {_REASON}"
+            )
 
 
 def _refuse_other_numbers(
     called: Sequence[_Called], firsts: Sequence[int], ranks: Sequence[int]
 ) -> None:
     """Raise of the first function to which ranks of one replica have given other numbers."""
-    for place, first in enumerate(firsts):
-        for name, (_, here, _) in sorted(called[place].items()):
-            there = called[first][name][1]
-            if alike(here, there):
-                continue
-            reordered = alike(*(sorted(values, key=repr) for values in (here, there)))
-            given, hint = _IN_ANOTHER_ORDER if reordered else _OTHERS
-            raise DisagreementError(
-                f"the ranks have computed different steps: rank {ranks[place]} has given {name} "
-                f"{given} than rank {ranks[first]}, with which it shares its samples. "
-                f"{hint}{_REASON}"
-            )
+    for place, first, name, here, there in _uses(called, firsts):
+        if alike(here.values, there.values):
+            continue
+        reordered = alike(*(sorted(use.values, key=repr) for use in (here, there)))
+        given, hint = _IN_ANOTHER_ORDER if reordered else _OTHERS
+        raise DisagreementError(
+            f"the ranks have computed different steps: rank {ranks[place]} has given {name} "
+            f"{given} than rank {ranks[first]}, with which it shares its samples. "
+            f"{hint}{_REASON}"
+        )
 
 
 def _refuse_other_tensors(
     called: Sequence[_Called], firsts: Sequence[int], ranks: Sequence[int]
 ) -> None:
     """Raise of the first function to which ranks of one replica have given other split tensors."""
-    for place, first in enumerate(firsts):
-        for name, (_, _, here) in sorted(called[place].items()):
-            pairs = zip_longest(here, called[first][name][2], fillvalue="a tensor of no call")
-            if other := next((pair for pair in pairs if pair[0] != pair[1]), None):
-                raise DisagreementError(
-                    f"the ranks have computed different steps: rank {ranks[place]} has given "
-                    f"{name} another split tensor than rank {ranks[first]}, with which it shares "
-                    f"its samples: {other[0]}, and {other[1]}. {_REASON}"
-                )
+    for place, first, name, here, there in _uses(called, firsts):
+        pairs = zip_longest(here.makers, there.makers, fillvalue="a tensor of no call")
+        if other := next((pair for pair in pairs if pair[0] != pair[1]), None):
+            raise DisagreementError(
+                f"the ranks have computed different steps: rank {ranks[place]} has given "
+                f"{name} another split tensor than rank {ranks[first]}, with which it shares "
+                f"its samples: {other[0]}, and {other[1]}. {_REASON}"
+            )
 
 
 def _refuse_other_losses(sums: Tensor, firsts: Sequence[int], ranks: Sequence[int]) -> None:
