@@ -142,9 +142,17 @@ def _collect(values: Sequence[Any], into: list[Any]) -> None:
         elif isinstance(value, tuple | list):
             _collect(value, into)
         elif isinstance(value, np.ndarray | np.generic):
-            into.append(zlib.crc32(value.tobytes()))
+            _collect((_tensor_of(value),), into)
         elif type(value) in (Tensor, nn.Parameter):
             into.extend(weighted_sums(value))
+
+
+def _tensor_of(array: np.ndarray | np.generic) -> Tensor | int:
+    """Return an array's numbers as a tensor, which may be rounded, or else a checksum."""
+    dtype = {"f": np.float64, "c": np.complex128}.get(array.dtype.kind)
+    return (
+        zlib.crc32(array.tobytes()) if dtype is None else torch.from_numpy(np.array(array, dtype))
+    )
 
 
 def weighted_sums(x: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_shard.tensor.calls import Calls, counted_calls
+from lightning_shard.tensor.calls import Calls, alike, counted_calls
 from lightning_shard.trainer.same_steps import SameSteps
 from tests.trainer.featured import Featured, fit_sharded
 from tests.trainer.test_fabric_loops import fabric_with
@@ -274,6 +274,19 @@ WITHOUT_VALUES = {
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of kinds of tensors
 def test_tensors_that_do_not_add_up_are_left_out(kind):
     assert given(WITHOUT_VALUES[kind]()) == []
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "longdouble", "c8", "c16"])
+def test_arrays_of_numpy_are_read_as_tensors_are(dtype):
+    """The processors of two hosts may round a window otherwise, by which a step multiplies."""
+    window = np.hanning(64).astype(dtype)[::-2]
+    values = given(window), given(window * np.array(1 + 2**-9, dtype)), given(window * 2)
+    assert given(window) == given(
+        torch.from_numpy(window.astype("c16" if dtype[0] == "c" else "f8"))
+    )
+    assert alike(values[0], given(window * np.array(1 + 1e-6, dtype)))
+    assert not any(alike(values[0], other) for other in values[1:])
+    assert given(np.arange(3)) != given(np.arange(3)[::-1])
 
 
 def test_what_has_no_end_is_nought():
