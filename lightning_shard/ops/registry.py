@@ -317,5 +317,6 @@ def name_of(function: Any) -> str:
         "torch.functional": "torch",
         "torch._tensor": "",
         "lightning_shard.points.neighbours": "lightning_shard",
+        "lightning_shard.tensor.placement": "lightning_shard",
     }.get(module, module)
     return f"{module}.{name}" if module else name

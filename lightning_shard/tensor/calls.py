@@ -7,7 +7,7 @@ another network on its rows.
 
 import cmath
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from numbers import Integral, Number
@@ -23,6 +23,7 @@ from lightning_shard.processes.torch_private.internals import accessors, in_tran
 from lightning_shard.tensor.gathering import split_in
 
 _PLACES = 64, 2**14  # read of a tensor: a few, and more, among them a box or a sensor
+_LATEST = 1000  # calls, of which the order is kept
 RELATIVE = 1e-4  # kernels of the ranks may round otherwise
 _INTEGERS = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
              torch.int8, torch.int16, torch.int32, torch.int64}  # fmt: skip
@@ -66,12 +67,18 @@ class Calls:
         self.reads_numbers = False
         self._given = defaultdict[Any, list[Any]](list)
         self._makers = defaultdict[Any, list[str]](list)
+        self._begun = 0  # how often calls were forgotten
+        self._number = 0  # the calls since, without those that only look
+        # the functions, and integers and words that they were given
+        self._order = deque[tuple[Any, list[Any]]](maxlen=_LATEST)
 
     def clear(self) -> None:
         """Forget all calls."""
         self.counts.clear()
         self._given.clear()
         self._makers.clear()
+        self._begun, self._number = self._begun + 1, 0
+        self._order.clear()
 
     def note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> str:
         """Note a call, before it runs.
@@ -85,6 +92,10 @@ class Calls:
             A name of the call, which is the same on all ranks.
         """
         self.counts[function] += 1
+        exact = list[Any]()
+        if function not in ONLY_LOOK:
+            self._number += 1
+            self._order.append((function, exact))
         if not self.reads_numbers or in_transform():
             return ""
         tensors = split_in([args, kwargs], Tensor)
@@ -92,8 +103,15 @@ class Calls:
         if function in ONLY_LOOK:
             return f"a copy of {makers[0]}" if makers else ""
         self._makers[function] += makers
-        _collect(_read_of(function, args, kwargs), self._given[function])
+        _collect(_read_of(function, args, kwargs), values := list[Any]())
+        self._given[function] += values
+        exact += [value for value in values if isinstance(value, int | str)]
         return f"call {self.counts[function]} of {name_of(function)}"
+
+    def latest(self) -> tuple[int, int, list[str]]:
+        """Return how often calls were forgotten, their number since, and the last, as words."""
+        words = [f"{name_of(function)} {exact or ''}".strip() for function, exact in [*self._order]]
+        return self._begun, self._number, words
 
     def makers(self) -> dict[Any, list[str]]:
         """Return the names of the calls that made the split tensors given to each function."""

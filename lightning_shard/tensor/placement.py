@@ -13,6 +13,7 @@ from lightning_shard.domain.strides import Strides, of_copy, of_whole
 from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
 from lightning_shard.tensor.autograd_function import install_functions
+from lightning_shard.tensor.calls import counted_calls
 from lightning_shard.tensor.held_alike import are_alike, device_of, first_different
 from lightning_shard.tensor.local_mesh import LocalField, LocalMesh
 from lightning_shard.tensor.rows import Rows
@@ -171,6 +172,8 @@ def gather(tensor: Tensor) -> Tensor:
         return tensor.whole()
     if not isinstance(tensor, DomainTensor):
         return tensor
+    if (calls := counted_calls.get()) is not None:
+        calls.note(gather, (tensor,), {})
     part = tensor.subdomain
     travels_on = part.domain.mesh.device_type
     if part.local.device.type == "cpu" != travels_on:  # where Lightning puts predictions

@@ -20,6 +20,7 @@ from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.failures.failure_watch import is_of_processes
+from lightning_shard.processes.failures.lone_waits import compare_order
 from lightning_shard.tensor.calls import ONLY_LOOK, RELATIVE, Calls, alike, counted_calls
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -52,16 +53,18 @@ class SameSteps:
         self._read = 0  # a checksum of the batches
         self._is_shared = False
 
-    def begin(self, *, shared: bool) -> None:
+    def begin(self, ranks: Sequence[int]) -> None:
         """Begin a stage; steps that an exception ended before are forgotten.
 
         Args:
-            shared: True if ranks share samples, and are compared.
+            ranks: The ranks that share samples, among them this one; no other is compared.
         """
         self._calls.clear()
         self._calls.reads_numbers = True
         self._read = 0
-        self._losses, self._is_shared = None, shared and is_of_processes()
+        self._losses, self._is_shared = None, len(ranks) > 1 and is_of_processes()
+        if self._is_shared:
+            compare_order(ranks, self._calls.latest)
 
     def note_batch(self, batch: Any) -> None:
         """Note what this rank has read, before it is moved to its device."""

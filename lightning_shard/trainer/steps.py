@@ -77,7 +77,8 @@ class Steps:
         self._whole_until_backward = options.mode == "gradients"
         self._mesh = mesh if options.mode == "none" and mesh.size() > 1 else None
         self._manual = None
-        self.same.begin(shared=domain_mesh(mesh) is not None)
+        domain = domain_mesh(mesh)
+        self.same.begin([] if domain is None else domain.mesh.flatten().tolist())
 
     def follow(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Prepare what steps the optimizers, once they hold the module's parameters."""

@@ -275,12 +275,12 @@ def test_a_step_that_an_exception_has_ended_is_not_compared():
     """The ranks of a run that is interrupted have come to different places of a step."""
     same, rank = SameSteps(), dist.get_rank()
     field = shard(torch.ones(4, 3), mesh_of(2), 0)
-    same.begin(shared=True)
+    same.begin([0, 1])
     with suppress(KeyboardInterrupt), same.one_step():
         if rank == 0:
             raise KeyboardInterrupt
         field.relu()
-    same.begin(shared=True)
+    same.begin([0, 1])
     same.compare(torch.device("cpu"), [0, 0], dist.group.WORLD)
     with same.one_step():
         field.relu() if rank else field.abs()

@@ -211,7 +211,7 @@ def test_another_factor_on_one_rank_in_a_loop_of_fabric_is_refused():
 def test_a_number_that_is_rounded_otherwise_is_alike():
     """Kernels of two kinds of device may round a norm by which a step divides."""
     same, rank = SameSteps(), dist.get_rank()
-    same.begin(shared=True)
+    same.begin([0, 1])
     with same.one_step():
         counted_calls.get().note(torch.mul, (3.0 + 1e-7 * rank,), {})
     same.compare(torch.device("cpu"), [0, 0], dist.group.WORLD)

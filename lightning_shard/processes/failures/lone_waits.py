@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_shard.processes.failures.call_order import CallOrder, Latest
 from lightning_shard.processes.failures.failure_watch import is_of_processes
 from lightning_shard.processes.failures.store_thread import StoreThread
 from lightning_shard.processes.store import store_of_attempt
@@ -31,6 +32,7 @@ STUCK_S = 15.0  # for all ranks, none of which computes
 APART_S = 60.0  # where all wait for rows, which may be a slow transfer that some have ended
 IN_TRAINER_S = 300.0  # the same in a Trainer, whose own comparisons are quicker
 REFUSED_S = 5.0  # for a rank that waits for one that exchanges no more rows
+ORDER_S = 4.0  # for ranks that have called different functions, and will never come together
 REFUSED = "threads/refused"  # in the store: why no rank exchanges rows any more
 
 _OURS = f"{os.sep}lightning_shard{os.sep}"
@@ -60,6 +62,17 @@ def watch_lone_waits(*, in_trainer: bool = False) -> None:
     _open[:] = [LoneWaits(in_trainer=in_trainer)]
 
 
+def compare_order(ranks: Sequence[int], latest: Latest) -> None:
+    """Compare, while ranks wait for each other, the order in which they have called functions.
+
+    Args:
+        ranks: The ranks that call the same functions in the same order.
+        latest: Returns what this rank has called.
+    """
+    for waits in _open:
+        waits.order = CallOrder(dist.get_rank(), ranks, latest)
+
+
 def stuck_at(ranks: Sequence[int]) -> list[str]:
     """Name the entries of the store with the places at which ranks have waited for `STUCK_S`."""
     return [f"lone_waits/{rank}" for rank in ranks]
@@ -79,12 +92,14 @@ class LoneWaits:
 
     Attributes:
         group_store: The store of the process group.
+        order: The calls that ranks compare; None where nobody counts them.
     """
 
     def __init__(self, *, in_trainer: bool) -> None:
         """Begin a thread that talks to the store, and ends this process."""
         self._in_trainer = in_trainer
         self.group_store = default_store()
+        self.order: CallOrder | None = None
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._store, self._looked_at = store_of_attempt().clone(), threading.get_ident()
         # when a thread was first seen in a call that waits: by its number, frame and instruction
@@ -105,6 +120,12 @@ class LoneWaits:
         longest = now - min(self._since.values(), default=now)
         if not self._in_trainer and longest > REFUSED_S and self._store.check([REFUSED]):
             _end(self._rank, self._store.get(REFUSED).decode())
+        own = [now - since for key, since in self._since.items() if key[0] == self._looked_at]
+        if self.order is not None:
+            if max(own, default=0.0) <= ORDER_S:
+                self.order.forget(self._store)
+            elif other := self.order.difference(self._store):
+                _end(self._rank, other)
         long = [key for key, since in self._since.items() if now - since > STUCK_S]
         stuck = next((key for key in long if key[0] == self._looked_at), None)
         if stuck is not None:

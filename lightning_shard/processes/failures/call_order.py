@@ -1,0 +1,61 @@
+"""Compares the order in which ranks that wait for each other have called functions.
+
+They call the same ones, each on its rows. Where one has called another function, messages of two
+different operations are paired, or wait for each other for ever.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Latest = Callable[[], tuple[int, int, list[str]]]
+"""How often all ranks have begun anew; the number of calls since; the last of them, in order."""
+
+
+class CallOrder:
+    """Compares the calls of one rank with those of the others, through the store."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], latest: Latest) -> None:
+        """Begin before the first call.
+
+        Args:
+            rank: This rank.
+            ranks: The ranks that call the same functions.
+            latest: Returns what this rank has called.
+        """
+        self._rank, self._latest = rank, latest
+        self._others = [other for other in ranks if other != rank]
+        self._written = ""
+
+    def difference(self, store: Any) -> str | None:
+        """Tell the others what this rank, which waits, has called; word where one differs."""
+        began, number, calls = self._latest()
+        if (text := json.dumps([began, number, calls])) != self._written:
+            store.set(_key(self._rank), text)
+            self._written = text
+        for rank in self._others:
+            if not store.check([_key(rank)]):
+                continue
+            other_began, other_number, others = json.loads(store.get(_key(rank)))
+            first = max(number - len(calls), other_number - len(others))
+            if began == other_began:
+                for at in range(first, min(number, other_number)):
+                    here, there = calls[at - number], others[at - other_number]
+                    if here != there:
+                        return (
+                            f"it has called {here} on split tensors where rank {rank}, with which "
+                            f"it shares its samples, has called {there}, and one waits for the "
+                            "other. Let all of these ranks call the same functions with the same "
+                            "numbers, and only then let one of them print or draw the result."
+                        )
+        return None
+
+    def forget(self, store: Any) -> None:
+        """Take back what was told, once this rank goes on."""
+        if self._written:
+            store.delete_key(_key(self._rank))
+            self._written = ""
+
+
+def _key(rank: int) -> str:
+    return f"lone_waits/{rank}/calls"

@@ -1,0 +1,110 @@
+"""Ranks that have called different functions, and wait for each other, end with a sentence."""
+
+import warnings
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException
+
+import lightning_shard
+from lightning_shard import launch
+from lightning_shard.processes.failures import lone_waits
+from lightning_shard.processes.failures.call_order import CallOrder
+from lightning_shard.tensor.calls import Calls
+from tests import training
+from tests.trainer.featured import Featured, loader
+
+LOOKS = {
+    "Tensor.max": lambda y, rank: rank or float(y.detach().max()),
+    "lightning_shard.gather": lambda y, rank: rank or lightning_shard.gather(y.detach()),
+    "Tensor.mean": lambda y, rank: rank or y.detach().mean(),
+    "Tensor.flip [-1]": lambda y, rank: y.flip(-1 - rank),
+}
+
+
+class Looks(Featured):
+    """Rank 0 alone looks at a result, in the second step, as to print it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def loss(self, batch):
+        y = self(batch["x"])
+        if self.trainer.global_step or "[" in self.kind:  # numbers are read in the first step
+            LOOKS[self.kind](y, self.global_rank)
+        return (y - batch["y"]).square().mean()
+
+
+def fit(kind):
+    lone_waits.LOOK_S, lone_waits.ORDER_S = 0.2, 1.0
+    warnings.simplefilter("ignore")
+    training.trainer((2,), limit_val_batches=0).fit(Looks(kind), loader(4, 8))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] if kind != "Tensor.max" else [])
+        for kind in LOOKS
+    ],
+)
+def test_a_rank_that_looks_alone_in_a_step(kind, capfd):
+    with pytest.raises(ProcessExitedException):
+        launch(fit, kind, processes=2, timeout_s=60)
+    words = capfd.readouterr().err
+    other = "Tensor.flip [-2]" if "[" in kind else "Tensor.sub"
+    calls = [(0, kind, 1, other), (1, other, 0, kind)]
+    assert any(
+        f"[rank {here}] ended, because it has called {mine} on split tensors where rank {there}, "
+        f"with which it shares its samples, has called {others}, and one waits" in words
+        for here, mine, there, others in calls
+    ), words
+
+
+def calls_of(*functions, begun=0):
+    calls = Calls()
+    for _ in range(begun):
+        calls.clear()
+    for function in functions:
+        calls.note(function, (), {})
+    return calls.latest
+
+
+def difference(here, there):
+    """What rank 0 says while it waits, after rank 1 has."""
+    store = dist.HashStore()
+    own, other = CallOrder(0, [0, 1], here), CallOrder(1, [0, 1], there)
+    assert other.difference(store) is None
+    return own.difference(store)
+
+
+def test_only_another_order_is_a_difference():
+    a, b = torch.relu, torch.abs
+    assert difference(calls_of(a, b), calls_of(a, b)) is None
+    assert difference(calls_of(a), calls_of(a, b)) is None  # rank 1 has gone on
+    assert difference(calls_of(b), calls_of(a, begun=1)) is None  # in another epoch
+    assert "called torch.relu on split tensors where rank 1" in difference(
+        calls_of(b, a), calls_of(b, b)
+    )
+    many = [a] * 1200
+    assert difference(calls_of(b, *many), calls_of(a, *many)) is None  # forgotten
+    assert difference(calls_of(a, *many, b), calls_of(*many, a, a)) is not None
+
+
+def test_a_rank_that_only_looks_has_called_nothing():
+    here = calls_of(torch.relu, torch.Tensor.detach, torch.Tensor.clone, torch.abs)
+    assert difference(here, calls_of(torch.relu, torch.abs)) is None
+
+
+def test_a_rank_that_goes_on_takes_back_what_it_has_told():
+    """Else the next epoch of another rank would be compared with this one."""
+    store = dist.HashStore()
+    own, other = (
+        CallOrder(rank, [0, 1], calls_of(f)) for rank, f in enumerate([torch.relu, torch.abs])
+    )
+    assert other.difference(store) is None
+    other.forget(store)
+    other.forget(store)
+    assert own.difference(store) is None
