@@ -50,7 +50,7 @@ def test_every_row_runs(rows, test, argument, table):
 
 @pytest.mark.parametrize(
     ("test", "table"),
-    [("three_ranks", database.names()), ("second_gradients", database.twice_differentiable()[::4])],
+    [("three_ranks", database.names()), ("second_gradients", database.twice_differentiable()[::8])],
     ids=["three_ranks", "second_gradients"],
 )
 def test_every_row_of_the_database_runs(rows, test, table):

@@ -72,6 +72,12 @@ def names() -> list[str]:
     return [*_database(), *ROWS]
 
 
+@functools.cache
+def functions() -> set[Callable[..., Any]]:
+    """All functions of the rows, in all their forms."""
+    return {function for name in names() for function in functions_of(name)}
+
+
 def twice_differentiable() -> list[str]:
     """The rows of the database whose functions have a second derivative."""
     return [n for n, op in _database().items() if op.supports_gradgrad]

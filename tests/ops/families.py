@@ -4,7 +4,7 @@ A table is `CASES` of a test file: a name, a function of tensors, and the shapes
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +97,9 @@ def check_second_gradient(*case: Any, **named: Any) -> None:
     check(*case, **named, twice=True)
 
 
-def first_uses(family: str) -> Iterator[str]:
-    """The cases that call a function which no case before them calls."""
-    seen: set[Any] = set()
+def first_uses(family: str, known: Collection[Any] = ()) -> Iterator[str]:
+    """The cases that call a function which is not known, and which no case before them calls."""
+    seen: set[Any] = {*known}
     for name in FAMILIES[family].cases:
         function, shapes = FAMILIES[family].case(name)
         inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]

@@ -215,14 +215,14 @@ def test_two_ranks(names, run_each):
     run_each(2, check_row, over(names, 2, 10))
 
 
-@database.in_groups(database.twice_differentiable()[::4])
+@database.in_groups(database.twice_differentiable()[::8])
 def test_second_gradients(names, run_each):
-    """Every fourth row; the others are slow."""
+    """Every eighth row; the others are slow."""
     run_each(2, check_second_gradients, over(names, 2, 1))
 
 
 @pytest.mark.slow
-@database.in_groups([n for i, n in enumerate(database.twice_differentiable()) if i % 4])
+@database.in_groups([n for i, n in enumerate(database.twice_differentiable()) if i % 8])
 def test_second_gradients_of_the_other_rows(names, run_each):
     run_each(2, check_second_gradients, over(names, 2, 1))
 
