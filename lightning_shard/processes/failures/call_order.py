@@ -13,7 +13,7 @@ Latest = Callable[[], tuple[int, int, list[str]]]
 
 
 class CallOrder:
-    """Compares the calls of one rank with those of the others, through the store."""
+    """Compares the calls of this rank with those of the first one, through the store."""
 
     def __init__(self, rank: int, ranks: Sequence[int], latest: Latest) -> None:
         """Begin before the first call.
@@ -24,7 +24,8 @@ class CallOrder:
             latest: Returns what this rank has called.
         """
         self._rank, self._latest = rank, latest
-        self._others = [other for other in ranks if other != rank]
+        # one for each: of many ranks all would read what all have called
+        self._other = ranks[1] if rank == ranks[0] else ranks[0]
         self._written = ""
 
     def difference(self, store: Any) -> str | None:
@@ -33,27 +34,26 @@ class CallOrder:
         if (text := json.dumps([began, number, calls])) != self._written:
             store.set(_key(self._rank), text)
             self._written = text
-        for rank in self._others:
-            if not store.check([_key(rank)]):
-                continue
-            other_began, other_number, others = json.loads(store.get(_key(rank)))
-            first = max(number - len(calls), other_number - len(others))
-            if began == other_began:
-                for at in range(first, min(number, other_number)):
-                    here, there = calls[at - number], others[at - other_number]
-                    if here != there:
-                        return (
-                            f"it has called {here} on split tensors where rank {rank}, with which "
-                            f"it shares its samples, has called {there}, and one waits for the "
-                            "other. Let all of these ranks call the same functions with the same "
-                            "numbers, and only then let one of them print or draw the result."
-                        )
+        if not store.check([_key(self._other)]) or not (told := store.get(_key(self._other))):
+            return None
+        other_began, other_number, others = json.loads(told)
+        first = max(number - len(calls), other_number - len(others))
+        last = min(number, other_number) if began == other_began else first
+        for at in range(first, last):
+            here, there = calls[at - number], others[at - other_number]
+            if here != there:
+                return (
+                    f"it has called {here} on split tensors where rank {self._other}, with which "
+                    f"it shares its samples, has called {there}, and one waits for the other. Let "
+                    "all of these ranks call the same functions with the same numbers, and only "
+                    "then let one of them print or draw the result."
+                )
         return None
 
     def forget(self, store: Any) -> None:
         """Take back what was told, once this rank goes on."""
         if self._written:
-            store.delete_key(_key(self._rank))
+            store.set(_key(self._rank), "")  # not deleted, for which another would wait
             self._written = ""
 
 
