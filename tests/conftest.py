@@ -25,6 +25,13 @@ GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
 )
 
+# these hide the devices of NVIDIA, AMD and Intel
+WITHOUT_DEVICES = {
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "HIP_VISIBLE_DEVICES": "-1",
+    "ONEAPI_DEVICE_SELECTOR": "!level_zero:*",
+}
+
 gc.disable()  # until the tests are collected: what is imported is no garbage
 let_threads_run_on()  # in workers and in the ranks that they fork
 
@@ -97,6 +104,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Hide devices from all tests but those marked gpu, which `-m gpu` runs.
+
+    Where torch sees a device, the first backward pass of a session starts threads, after which no
+    fork of it computes gradients, and ranks are forks.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ.update(WITHOUT_DEVICES)
     if REFERENCES not in os.environ:  # else those of the session that started this one
         os.environ[REFERENCES] = folder = tempfile.mkdtemp(prefix="references-")
         config.add_cleanup(lambda: shutil.rmtree(folder))

@@ -22,6 +22,11 @@ def multiply(number, refused=None):
     assert total == 2 * number
 
 
+def test_ranks_can_differentiate_where_there_are_devices():
+    """A session that sees one, as it does with `-m gpu` alone, has no such ranks."""
+    assert not torch.accelerator.is_available()
+
+
 def test_bodies_that_were_sent_ahead_are_answered_in_turn():
     ranks = pool.pool_of(2)
     for number in range(4):

@@ -184,7 +184,7 @@ def copies_out(machine):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a device with streams")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a device, and `-m gpu`")
 def test_on_a_device():
     """Gradients as without offload, many times, while the device is behind and memory is reused."""
     device = torch.accelerator.current_accelerator()

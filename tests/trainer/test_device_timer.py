@@ -71,7 +71,7 @@ def test_a_fit_of_two_ranks():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a CUDA or XPU device")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a device, and `-m gpu`")
 def test_on_a_device():
     from lightning_shard.trainer.callbacks.device_timer import _start_clock
 
