@@ -37,6 +37,18 @@ class Looks(Featured):
         return (y - batch["y"]).square().mean()
 
 
+class LooksLate(Featured):
+    """Rank 0 alone looks after the loss, while rank 1 waits in `log`, which calls no function."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        y = self(batch["x"])
+        if self.trainer.global_step and self.global_rank == 0:
+            float(y.detach().std())
+        self.log("later", loss, sync_dist=True)
+        return loss
+
+
 def fit(kind):
     lone_waits.LOOK_S, lone_waits.ORDER_S = 0.2, 1.0
     warnings.simplefilter("ignore")
@@ -63,6 +75,23 @@ def test_a_rank_that_looks_alone_in_a_step(kind, capfd):
     ), words
 
 
+def fit_late(sharding):
+    lone_waits.LOOK_S, lone_waits.ORDER_S, lone_waits.STUCK_S = 0.2, 0.5, 1.0
+    warnings.simplefilter("ignore")
+    runner = training.trainer((2,), limit_val_batches=0, strategy={"sharding": sharding})
+    runner.fit(LooksLate(), loader(4, 8))
+
+
+@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_rank_that_looks_alone_after_the_last_common_function(sharding, capfd):
+    with pytest.raises(ProcessExitedException):
+        launch(fit_late, sharding, processes=2, timeout_s=60)
+    assert (
+        "[rank 0] ended, because it has called Tensor.std on split tensors, and rank 1, with which "
+        "it shares its samples, has not. Let all of these ranks" in capfd.readouterr().err
+    )
+
+
 def calls_of(*functions, begun=0):
     calls = Calls()
     for _ in range(begun):
@@ -76,8 +105,30 @@ def difference(here, there):
     """What rank 0 says while it waits, after rank 1 has."""
     store = dist.HashStore()
     own, other = CallOrder(0, [0, 1], here), CallOrder(1, [0, 1], there)
-    assert other.difference(store) is None
-    return own.difference(store)
+    assert other.difference(store, in_call=True) is None
+    found = own.difference(store, in_call=True)
+    assert not own.ahead  # rows for the other rank may still travel
+    return found
+
+
+def ahead(here, there, *, in_call=True, other_in_call=False):
+    """What rank 0 says once all ranks wait."""
+    store = dist.HashStore()
+    own, other = CallOrder(0, [0, 1], here), CallOrder(1, [0, 1], there)
+    assert other.difference(store, in_call=other_in_call) is None
+    assert own.difference(store, in_call=in_call) is None
+    return own.ahead
+
+
+def test_a_rank_may_wait_in_a_call_to_which_another_does_not_come():
+    a, b = torch.relu, torch.abs
+    assert "called torch.abs on split tensors, and rank 1" in ahead(calls_of(a, b, a), calls_of(a))
+    assert not ahead(calls_of(a, b), calls_of(a, b))
+    assert not ahead(calls_of(a), calls_of(a, b))  # the other rank is, and says so
+    assert not ahead(calls_of(a, b), calls_of(a), in_call=False)
+    assert not ahead(calls_of(a, b), calls_of(a), other_in_call=True)
+    assert not ahead(calls_of(a, b), calls_of(a, begun=1))
+    assert not ahead(calls_of(*[a] * 1200), calls_of(a))  # what came next is forgotten
 
 
 def test_only_another_order_is_a_difference():
@@ -104,7 +155,8 @@ def test_a_rank_that_goes_on_takes_back_what_it_has_told():
     own, other = (
         CallOrder(rank, [0, 1], calls_of(f)) for rank, f in enumerate([torch.relu, torch.abs])
     )
-    assert other.difference(store) is None
+    assert other.difference(store, in_call=False) is None
     other.forget(store)
     other.forget(store)
-    assert own.difference(store) is None
+    assert own.difference(store, in_call=True) is None
+    assert not own.ahead

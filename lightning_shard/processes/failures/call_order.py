@@ -12,8 +12,19 @@ Latest = Callable[[], tuple[int, int, list[str]]]
 """How often all ranks have begun anew; the number of calls since; the last of them, in order."""
 
 
+_WAYS_OUT = (
+    "Let all of these ranks call the same functions with the same numbers, and only then let one "
+    "of them print or draw the result."
+)
+
+
 class CallOrder:
-    """Compares the calls of this rank with those of the first one, through the store."""
+    """Compares the calls of this rank with those of the first one, through the store.
+
+    Attributes:
+        ahead: A sentence, where this rank waits in a call, and the other one waits between two
+            calls, having called less; "" elsewhere. The other may yet come, unless all ranks wait.
+    """
 
     def __init__(self, rank: int, ranks: Sequence[int], latest: Latest) -> None:
         """Begin before the first call.
@@ -26,35 +37,47 @@ class CallOrder:
         self._rank, self._latest = rank, latest
         # one for each: of many ranks all would read what all have called
         self._other = ranks[1] if rank == ranks[0] else ranks[0]
-        self._written = ""
+        self._written, self.ahead = "", ""
 
-    def difference(self, store: Any) -> str | None:
-        """Tell the others what this rank, which waits, has called; word where one differs."""
+    def difference(self, store: Any, *, in_call: bool) -> str | None:
+        """Tell the others what this rank, which waits, has called; word where one differs.
+
+        Args:
+            store: The store of the ranks.
+            in_call: True if this rank waits in a function that is called with split tensors.
+        """
         began, number, calls = self._latest()
-        if (text := json.dumps([began, number, calls])) != self._written:
+        self.ahead = ""
+        if (text := json.dumps([began, number, calls, in_call])) != self._written:
             store.set(_key(self._rank), text)
             self._written = text
         if not store.check([_key(self._other)]) or not (told := store.get(_key(self._other))):
             return None
-        other_began, other_number, others = json.loads(told)
+        other_began, other_number, others, other_in_call = json.loads(told)
         first = max(number - len(calls), other_number - len(others))
-        last = min(number, other_number) if began == other_began else first
+        last = min(number, other_number)
+        if began != other_began:
+            return None
         for at in range(first, last):
             here, there = calls[at - number], others[at - other_number]
             if here != there:
                 return (
                     f"it has called {here} on split tensors where rank {self._other}, with which "
-                    f"it shares its samples, has called {there}, and one waits for the other. Let "
-                    "all of these ranks call the same functions with the same numbers, and only "
-                    "then let one of them print or draw the result."
+                    f"it shares its samples, has called {there}, and one waits for the other. "
+                    f"{_WAYS_OUT}"
                 )
+        if first <= last < number and in_call and not other_in_call:
+            self.ahead = (
+                f"it has called {calls[last - number]} on split tensors, and rank {self._other}, "
+                f"with which it shares its samples, has not. {_WAYS_OUT}"
+            )
         return None
 
     def forget(self, store: Any) -> None:
         """Take back what was told, once this rank goes on."""
         if self._written:
             store.set(_key(self._rank), "")  # not deleted, for which another would wait
-            self._written = ""
+            self._written = self.ahead = ""
 
 
 def _key(rank: int) -> str:

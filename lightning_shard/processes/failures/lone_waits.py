@@ -37,6 +37,7 @@ REFUSED = "threads/refused"  # in the store: why no rank exchanges rows any more
 
 _OURS = f"{os.sep}lightning_shard{os.sep}"
 _RULES = f"{_OURS}ops{os.sep}"  # with a folder for each family
+_CALLS = [f"{_OURS}{room}{os.sep}" for room in ("ops", "domain", "tensor")]
 _BACKWARD = "whole_gradients.py"  # passes a call to autograd on
 _TORCH = f"{os.sep}torch{os.sep}"
 _WAITS = (
@@ -120,17 +121,17 @@ class LoneWaits:
         longest = now - min(self._since.values(), default=now)
         if not self._in_trainer and longest > REFUSED_S and self._store.check([REFUSED]):
             _end(self._rank, self._store.get(REFUSED).decode())
-        own = [now - since for key, since in self._since.items() if key[0] == self._looked_at]
+        own = next((key for key in self._since if key[0] == self._looked_at), None)
         if self.order is not None:
-            if max(own, default=0.0) <= ORDER_S:
+            if own is None or now - self._since[own] <= ORDER_S:
                 self.order.forget(self._store)
-            elif other := self.order.difference(self._store):
+            elif other := self.order.difference(self._store, in_call=waits[own][2]):
                 _end(self._rank, other)
         long = [key for key, since in self._since.items() if now - since > STUCK_S]
         stuck = next((key for key in long if key[0] == self._looked_at), None)
         if stuck is not None:
             apart_s = IN_TRAINER_S if self._in_trainer else APART_S
-            text = json.dumps([*waits[stuck], now - self._since[stuck] > apart_s])
+            text = json.dumps([*waits[stuck][:2], now - self._since[stuck] > apart_s])
             if self._written != text:
                 self._store.set(self._key, text)
                 self._written = text
@@ -143,6 +144,8 @@ class LoneWaits:
         keys = stuck_at(range(self._ranks))
         if not self._store.check(keys):
             return
+        if self.order is not None and self.order.ahead:
+            _end(self._rank, self.order.ahead)
         places = [json.loads(self._store.get(key)) for key in keys]
         waits, here, _ = places[self._rank]
         lone = [r for r, (is_split, *_) in enumerate(places) if not (is_split or self._in_trainer)]
@@ -163,8 +166,8 @@ class LoneWaits:
         )
 
 
-def _places() -> dict[tuple[int, int, int], tuple[bool, str]]:
-    """Return for each thread that waits where it does.
+def _places() -> dict[tuple[int, int, int], tuple[bool, str, bool]]:
+    """Return for each thread that waits where it does, see `_place`.
 
     A frame that is held keeps the tensors of its function after that has returned, so that their
     memory is not freed: none is held any more as this returns.
@@ -192,18 +195,19 @@ def _end(rank: int, why: str) -> None:
     os._exit(1)
 
 
-def _place(frame: FrameType) -> tuple[bool, str]:
-    """Return whether this package waits there, and the line of the script.
+def _place(frame: FrameType) -> tuple[bool, str, bool]:
+    """Return whether this package waits there, the line of the script, and if a call waits.
 
     One line may call many operations, so the family of the one that waits is named, too.
     """
-    is_split, at, inside = False, frame, ""
+    is_split, in_call, at, inside = False, False, frame, ""
     while at is not None:
         file = at.f_code.co_filename
         if _RULES in file.rpartition(os.sep)[0] and not file.endswith(_BACKWARD):
             inside = f" (in {Path(file).stem})"
         is_split = is_split or _OURS in file
+        in_call = in_call or any(room in file for room in _CALLS)
         if _OURS not in file and _TORCH not in file:
-            return is_split, f"{file}:{at.f_lineno}{inside}"
+            return is_split, f"{file}:{at.f_lineno}{inside}", in_call
         at = at.f_back
-    return is_split, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return is_split, f"{frame.f_code.co_filename}:{frame.f_lineno}", in_call
