@@ -17,10 +17,6 @@ from benchmarks.program_zoo import (
     rows,
 )
 
-# torchgeo logs it on each replica by itself, and its scheduler follows it
-APART = "the ranks disagree on 'val_loss'"
-
-
 NAMES = ("image", "mask")
 
 
@@ -56,7 +52,7 @@ rows(
         "torchgeo_segformer_jaccard": partial(segmentation, "segformer", "jaccard"),
     },
 )
-program("torchgeo", name="torchgeo_fcn", meshes=SPLIT, refused=APART)(partial(segmentation, "fcn"))
+program("torchgeo", name="torchgeo_fcn", meshes=SPLIT)(partial(segmentation, "fcn"))
 
 
 @program("torchgeo")
@@ -75,7 +71,7 @@ def torchgeo_regression() -> Parts:
     return evaluated(task, labelled(lambda i: numbers(1, seed=i)))
 
 
-@program("torchgeo", meshes=SPLIT, refused=APART)
+@program("torchgeo", meshes=SPLIT)
 def torchgeo_multilabel_convnext() -> Parts:
     from torchgeo.trainers import ClassificationTask
 
@@ -85,7 +81,7 @@ def torchgeo_multilabel_convnext() -> Parts:
     return evaluated(task, labelled(lambda i: classes(4, seed=i)))
 
 
-@program("torchgeo", meshes=SPLIT, refused=APART)
+@program("torchgeo", meshes=SPLIT)
 def torchgeo_vit_focal() -> Parts:
     from torchgeo.trainers import ClassificationTask
 
@@ -179,7 +175,7 @@ def terratorch(task: str, *, decoder: str, **options: Any) -> Any:
     return kind(args, "EncoderDecoderFactory", plot_on_val=False, **options)
 
 
-@program("terratorch", meshes=SPLIT, refused=APART)
+@program("terratorch", meshes=SPLIT)
 def terratorch_prithvi_segmentation() -> Parts:
     task = terratorch(
         "SemanticSegmentationTask", decoder="UperNetDecoder",

@@ -42,11 +42,7 @@ def chemprop_mpnn() -> Parts:
     return Parts(module, loader, batch=4)
 
 
-# it logs val_loss on each replica by itself, and its scheduler follows it
-@program(
-    "pytorch-forecasting", meshes=("1x2", "2x1"), float32=True,
-    refused="the ranks disagree on 'val_loss'",
-)  # fmt: skip
+@program("pytorch-forecasting", meshes=("1x2", "2x1"), float32=True)
 def pytorch_forecasting_nhits() -> Parts:
     from pytorch_forecasting import NHiTS, TimeSeriesDataSet
     from pytorch_forecasting.data.examples import generate_ar_data
