@@ -1,6 +1,8 @@
 """Ranks that have called different functions, and wait for each other, end with a sentence."""
 
+import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import lightning_shard
 from lightning_shard import launch
 from lightning_shard.processes.failures import lone_waits
 from lightning_shard.processes.failures.call_order import CallOrder
+from lightning_shard.processes.failures.failure_watch import watch_ranks
 from lightning_shard.tensor.calls import Calls
 from tests import training
 from tests.trainer.featured import Featured, loader
@@ -90,6 +93,26 @@ def test_a_rank_that_looks_alone_after_the_last_common_function(sharding, capfd)
         "[rank 0] ended, because it has called Tensor.std on split tensors, and rank 1, with which "
         "it shares its samples, has not. Let all of these ranks" in capfd.readouterr().err
     )
+
+
+def end_with_a_reason():
+    watch = watch_ranks(dist.get_rank(), timeout_s=60)
+    if dist.get_rank() == 1:
+        with mock.patch("os._exit") as end:
+            lone_waits._end(1, "it waits at net.py:7")
+        end.assert_called_once_with(1)
+    deadline = time.monotonic() + 8
+    while watch.heard is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    heard = watch.heard
+    watch.close()
+    return None if heard is None else heard.text
+
+
+def test_all_ranks_hear_why_one_ends():
+    """Else they say that it ended without a word, and its own log may be on another machine."""
+    told = launch(end_with_a_reason, processes=3, timeout_s=60)
+    assert told == ["rank 1: it waits at net.py:7"] * 3
 
 
 def calls_of(*functions, begun=0):

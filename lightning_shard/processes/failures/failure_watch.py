@@ -79,6 +79,17 @@ def check_ranks(waited_for: Sequence[int]) -> None:
             watch.check(waited_for)
 
 
+def tell_end(why: str) -> None:
+    """Tell the other ranks why this process ends now, where they are watched.
+
+    Args:
+        why: A clause that begins with "it".
+    """
+    for watch in _open:
+        if watch.group_store is default_store():
+            watch.tell_end(why)
+
+
 def is_of_processes() -> bool:
     """Return whether the store of the process group joins processes.
 
@@ -182,6 +193,13 @@ class FailureWatch:
                 note_first(error, first.text)
             self._say_at_exit()
         return alone
+
+    def tell_end(self, why: str) -> None:
+        """Tell all ranks why this one ends now, and let them hear it before they lose it."""
+        failure = Failure(self.rank, f"rank {self.rank}: {why}")
+        with contextlib.suppress(RuntimeError, TimeoutError):  # its own line says it, too
+            self._first.tell(self._talk, failure)
+            self._first.wait_until_heard(self._talk)
 
     def leave(self) -> None:
         """Tell all ranks to end at once, because of SIGTERM on this one, before they lose it."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.processes.failures.call_order import CallOrder, Latest
-from lightning_shard.processes.failures.failure_watch import is_of_processes
+from lightning_shard.processes.failures.failure_watch import is_of_processes, tell_end
 from lightning_shard.processes.failures.store_thread import StoreThread
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import default_store
@@ -192,6 +192,7 @@ def _call(frame: FrameType) -> tuple[int, int]:
 def _end(rank: int, why: str) -> None:
     sys.stderr.write(f"[rank {rank}] ended, because {why}\n")
     sys.stderr.flush()
+    tell_end(why)
     os._exit(1)
 
 
