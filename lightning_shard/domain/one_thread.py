@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.processes.failures.failure_watch import check_ranks, is_of_processes
-from lightning_shard.processes.failures.lone_waits import REFUSED, stuck_at
+from lightning_shard.processes.failures.lone_waits import REFUSED, where_ranks_wait
 from lightning_shard.processes.store import store_of_attempt
 
 # innermost functions of a thread that only waits, for others or for backward
@@ -120,7 +120,7 @@ def _compare(thread: threading.Thread, group: dist.ProcessGroup) -> None:
             break
         missing = [each for each, key in keys.items() if not store.check([key])]
         check_ranks(missing)
-        if missing and (store.check(stuck_at(missing)) or time.monotonic() > deadline):
+        if missing and (where_ranks_wait(store, missing) or time.monotonic() > deadline):
             _refuse_everywhere(
                 f"rank {rank} uses split tensors in the thread {thread.name!r}, and ranks "
                 f"{missing} wait in another one or did not come within {_WAIT_S:.0f} s: all ranks "

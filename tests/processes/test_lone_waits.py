@@ -48,6 +48,18 @@ def test_a_rank_that_draws_alone_in_a_loop_of_the_user(sharding, extent, capfd):
     assert f"test_lone_waits.py:{line + 1}: a split tensor and a sharded module must be" in words
 
 
+def test_a_rank_that_goes_on_again_is_not_waited_for():
+    """It takes back where it waited while others read that."""
+    store = dist.HashStore()
+    store.set("lone_waits/0", '[true, "net.py:7", false]')
+    assert lone_waits.where_ranks_wait(store, [0, 1]) == []
+    store.set("lone_waits/1", '[false, "net.py:9", false]')
+    waits = [[True, "net.py:7", False], [False, "net.py:9", False]]
+    assert lone_waits.where_ranks_wait(store, [0, 1]) == waits
+    store.set("lone_waits/1", "")
+    assert lone_waits.where_ranks_wait(store, [0, 1]) == []
+
+
 def take_turns():
     lone_waits.LOOK_S, lone_waits.STUCK_S = 0.1, 0.5
     mesh = lightning_shard.init_mesh({"domain": -1})

@@ -74,18 +74,20 @@ def compare_order(ranks: Sequence[int], latest: Latest) -> None:
         waits.order = CallOrder(dist.get_rank(), ranks, latest)
 
 
-def stuck_at(ranks: Sequence[int]) -> list[str]:
-    """Name the entries of the store with the places at which ranks have waited for `STUCK_S`."""
-    return [f"lone_waits/{rank}" for rank in ranks]
-
-
 def where_all_wait(store: Any, absent: Sequence[int]) -> str:
     """Word where the first of the absent ranks waits; "" where any rank but this one computes."""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    if not absent or not store.check(stuck_at(others)):
+    if not absent or not (places := where_ranks_wait(store, others)):
         return ""
-    _, place, _ = json.loads(store.get(stuck_at(absent)[0]))
+    _, place, _ = places[others.index(absent[0])]
     return f"rank {absent[0]} waits at {place} for what does not come"
+
+
+def where_ranks_wait(store: Any, ranks: Sequence[int]) -> list[tuple[bool, str, bool]]:
+    """Return where all of these ranks have waited for `STUCK_S`; nothing where one has not."""
+    keys = [*map(_key, ranks)]
+    texts = [store.get(key) for key in keys] if store.check(keys) else [b""]
+    return [json.loads(text) for text in texts] if all(texts) else []
 
 
 class LoneWaits:
@@ -105,7 +107,7 @@ class LoneWaits:
         self._store, self._looked_at = store_of_attempt().clone(), threading.get_ident()
         # when a thread was first seen in a call that waits: by its number, frame and instruction
         self._since: dict[tuple[int, int, int], float] = {}
-        (self._key,), self._written = stuck_at([self._rank]), ""
+        self._key, self._written = _key(self._rank), ""
         self._thread = StoreThread(self._look, every_s=LOOK_S)
         atexit.register(self.close)
 
@@ -137,16 +139,14 @@ class LoneWaits:
                 self._written = text
             self._compare()
         elif self._written:
-            self._store.delete_key(self._key)
+            self._store.set(self._key, "")  # one that vanishes would hold up who reads it
             self._written = ""
 
     def _compare(self) -> None:
-        keys = stuck_at(range(self._ranks))
-        if not self._store.check(keys):
+        if not (places := where_ranks_wait(self._store, range(self._ranks))):
             return
         if self.order is not None and self.order.ahead:
             _end(self._rank, self.order.ahead)
-        places = [json.loads(self._store.get(key)) for key in keys]
         waits, here, _ = places[self._rank]
         lone = [r for r, (is_split, *_) in enumerate(places) if not (is_split or self._in_trainer)]
         apart = [r for r, (_, place, _) in enumerate(places) if place != here]
@@ -164,6 +164,10 @@ class LoneWaits:
             f"{places[other][1]}: a split tensor and a sharded module must be used on all ranks of "
             f"a domain; {advice}.",
         )
+
+
+def _key(rank: int) -> str:
+    return f"lone_waits/{rank}"
 
 
 def _places() -> dict[tuple[int, int, int], tuple[bool, str, bool]]:
