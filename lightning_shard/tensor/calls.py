@@ -68,16 +68,16 @@ class Calls:
         self._given = defaultdict[Any, list[Any]](list)
         self._makers = defaultdict[Any, list[str]](list)
         self._begun = 0  # how often calls were forgotten
-        self._number = 0  # the calls since, without those that only look
-        # the functions, and integers and words that they were given
-        self._order = deque[tuple[Any, list[Any]]](maxlen=_LATEST)
+        # each entry has how often calls were forgotten, its number since, and what was called: a
+        # thread may look while this one goes on, so that one entry says all
+        self._order = deque[tuple[int, int, Any, list[Any]]](maxlen=_LATEST)
 
     def clear(self) -> None:
         """Forget all calls."""
         self.counts.clear()
         self._given.clear()
         self._makers.clear()
-        self._begun, self._number = self._begun + 1, 0
+        self._begun += 1
         self._order.clear()
 
     def note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> str:
@@ -92,26 +92,27 @@ class Calls:
             A name of the call, which is the same on all ranks.
         """
         self.counts[function] += 1
-        exact = list[Any]()
-        if function not in ONLY_LOOK:
-            self._number += 1
-            self._order.append((function, exact))
-        if not self.reads_numbers or in_transform():
-            return ""
-        tensors = split_in([args, kwargs], Tensor)
+        reads = self.reads_numbers and not in_transform()
+        tensors = split_in([args, kwargs], Tensor) if reads else ()
         makers = [maker for x in tensors if (maker := getattr(x, _MADE_BY, ""))]
         if function in ONLY_LOOK:
             return f"a copy of {makers[0]}" if makers else ""
-        self._makers[function] += makers
-        _collect(_read_of(function, args, kwargs), values := list[Any]())
-        self._given[function] += values
-        exact += [value for value in values if isinstance(value, int | str)]
-        return f"call {self.counts[function]} of {name_of(function)}"
+        values = list[Any]()
+        if reads:
+            self._makers[function] += makers
+            _collect(_read_of(function, args, kwargs), values)
+            self._given[function] += values
+        number = self._order[-1][1] + 1 if self._order else 1
+        exact = [value for value in values if isinstance(value, int | str)]
+        self._order.append((self._begun, number, function, exact))
+        return f"call {self.counts[function]} of {name_of(function)}" if reads else ""
 
     def latest(self) -> tuple[int, int, list[str]]:
         """Return how often calls were forgotten, their number since, and the last, as words."""
-        words = [f"{name_of(function)} {exact or ''}".strip() for function, exact in [*self._order]]
-        return self._begun, self._number, words
+        noted = [*self._order]
+        begun, number, _, _ = noted[-1] if noted else (self._begun, 0, None, None)
+        words = [f"{name_of(function)} {exact or ''}".strip() for *_, function, exact in noted]
+        return begun, number, words
 
     def makers(self) -> dict[Any, list[str]]:
         """Return the names of the calls that made the split tensors given to each function."""

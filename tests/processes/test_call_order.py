@@ -167,6 +167,22 @@ def test_only_another_order_is_a_difference():
     assert difference(calls_of(a, *many, b), calls_of(*many, a, a)) is not None
 
 
+def test_a_call_is_told_once_all_of_it_is_noted():
+    """The thread that looks may run while the rank goes on; half a call would be another one."""
+    calls, seen = Calls(), []
+    calls.reads_numbers = True
+
+    class LooksWhileRead(tuple):
+        def __iter__(self):
+            seen.append(calls.latest())
+            return super().__iter__()
+
+    calls.note(torch.flip, (LooksWhileRead([2]),), {})
+    assert seen
+    assert all(number == len(words) == 0 for _, number, words in seen)
+    assert calls.latest() == (0, 1, ["torch.flip [2]"])
+
+
 def test_a_rank_that_only_looks_has_called_nothing():
     here = calls_of(torch.relu, torch.Tensor.detach, torch.Tensor.clone, torch.abs)
     assert difference(here, calls_of(torch.relu, torch.abs)) is None
