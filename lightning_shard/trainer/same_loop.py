@@ -28,7 +28,7 @@ class SameLoop(SameSteps):
             device: The device of this rank's collectives.
         """
         self._mesh, self._device = mesh, device
-        self.begin(mesh.mesh.flatten().tolist())
+        self.begin(domain_of(mesh).ranks)
 
     def batches(self, batches: Iterator[Any]) -> Generator[Any]:
         """Yield batches; compare after the first one, and at the end."""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import PlainGradients, plain_gradients_of
@@ -78,7 +79,7 @@ class Steps:
         self._mesh = mesh if options.mode == "none" and mesh.size() > 1 else None
         self._manual = None
         domain = domain_mesh(mesh)
-        self.same.begin([] if domain is None else domain.mesh.flatten().tolist())
+        self.same.begin([] if domain is None else domain_of(domain).ranks)
 
     def follow(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Prepare what steps the optimizers, once they hold the module's parameters."""

@@ -4,13 +4,13 @@ They call the same ones, each on its rows. Where one has called another function
 different operations are paired, or wait for each other for ever.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_shard.processes.failures.notice import Notice, told_by_all
+
 Latest = Callable[[], tuple[int, int, list[str]]]
 """How often all ranks have begun anew; the number of calls since; the last of them, in order."""
-
 
 _WAYS_OUT = (
     "Let all of these ranks call the same functions with the same numbers, and only then let one "
@@ -34,10 +34,10 @@ class CallOrder:
             ranks: The ranks that call the same functions.
             latest: Returns what this rank has called.
         """
-        self._rank, self._latest = rank, latest
+        self._latest, self._notice = latest, Notice(_key(rank))
         # one for each: of many ranks all would read what all have called
         self._other = ranks[1] if rank == ranks[0] else ranks[0]
-        self._written, self.ahead = "", ""
+        self.ahead = ""
 
     def difference(self, store: Any, *, in_call: bool) -> str | None:
         """Tell the others what this rank, which waits, has called; word where one differs.
@@ -48,16 +48,14 @@ class CallOrder:
         """
         began, number, calls = self._latest()
         self.ahead = ""
-        if (text := json.dumps([began, number, calls, in_call])) != self._written:
-            store.set(_key(self._rank), text)
-            self._written = text
-        if not store.check([_key(self._other)]) or not (told := store.get(_key(self._other))):
+        self._notice.tell(store, [began, number, calls, in_call])
+        if not (told := told_by_all(store, [_key(self._other)])):
             return None
-        other_began, other_number, others, other_in_call = json.loads(told)
-        first = max(number - len(calls), other_number - len(others))
-        last = min(number, other_number)
+        other_began, other_number, others, other_in_call = told[0]
         if began != other_began:
             return None
+        first = max(number - len(calls), other_number - len(others))
+        last = min(number, other_number)
         for at in range(first, last):
             here, there = calls[at - number], others[at - other_number]
             if here != there:
@@ -75,9 +73,8 @@ class CallOrder:
 
     def forget(self, store: Any) -> None:
         """Take back what was told, once this rank goes on."""
-        if self._written:
-            store.set(_key(self._rank), "")  # not deleted, for which another would wait
-            self._written = self.ahead = ""
+        self._notice.take_back(store)
+        self.ahead = ""
 
 
 def _key(rank: int) -> str:

@@ -9,7 +9,6 @@ A rank that refuses threads exchanges no more rows. Others may wait for them, in
 """
 
 import atexit
-import json
 import os
 import sys
 import threading
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from lightning_shard.processes.failures.call_order import CallOrder, Latest
 from lightning_shard.processes.failures.failure_watch import is_of_processes, tell_end
+from lightning_shard.processes.failures.notice import Notice, told_by_all
 from lightning_shard.processes.failures.store_thread import StoreThread
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import default_store
@@ -85,9 +85,7 @@ def where_all_wait(store: Any, absent: Sequence[int]) -> str:
 
 def where_ranks_wait(store: Any, ranks: Sequence[int]) -> list[tuple[bool, str, bool]]:
     """Return where all of these ranks have waited for `STUCK_S`; nothing where one has not."""
-    keys = [*map(_key, ranks)]
-    texts = [store.get(key) for key in keys] if store.check(keys) else [b""]
-    return [json.loads(text) for text in texts] if all(texts) else []
+    return told_by_all(store, [*map(_key, ranks)])
 
 
 class LoneWaits:
@@ -107,7 +105,7 @@ class LoneWaits:
         self._store, self._looked_at = store_of_attempt().clone(), threading.get_ident()
         # when a thread was first seen in a call that waits: by its number, frame and instruction
         self._since: dict[tuple[int, int, int], float] = {}
-        self._key, self._written = _key(self._rank), ""
+        self._notice = Notice(_key(self._rank))
         self._thread = StoreThread(self._look, every_s=LOOK_S)
         atexit.register(self.close)
 
@@ -123,24 +121,19 @@ class LoneWaits:
         longest = now - min(self._since.values(), default=now)
         if not self._in_trainer and longest > REFUSED_S and self._store.check([REFUSED]):
             _end(self._rank, self._store.get(REFUSED).decode())
-        own = next((key for key in self._since if key[0] == self._looked_at), None)
+        own = next((key for key in waits if key[0] == self._looked_at), None)
+        waited = 0.0 if own is None else now - self._since[own]
         if self.order is not None:
-            if own is None or now - self._since[own] <= ORDER_S:
+            if own is None or waited <= ORDER_S:
                 self.order.forget(self._store)
             elif other := self.order.difference(self._store, in_call=waits[own][2]):
                 _end(self._rank, other)
-        long = [key for key, since in self._since.items() if now - since > STUCK_S]
-        stuck = next((key for key in long if key[0] == self._looked_at), None)
-        if stuck is not None:
-            apart_s = IN_TRAINER_S if self._in_trainer else APART_S
-            text = json.dumps([*waits[stuck][:2], now - self._since[stuck] > apart_s])
-            if self._written != text:
-                self._store.set(self._key, text)
-                self._written = text
-            self._compare()
-        elif self._written:
-            self._store.set(self._key, "")  # one that vanishes would hold up who reads it
-            self._written = ""
+        if own is None or waited <= STUCK_S:
+            self._notice.take_back(self._store)
+            return
+        apart_s = IN_TRAINER_S if self._in_trainer else APART_S
+        self._notice.tell(self._store, [*waits[own][:2], waited > apart_s])
+        self._compare()
 
     def _compare(self) -> None:
         if not (places := where_ranks_wait(self._store, range(self._ranks))):
