@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor], Tensor]
 MOST = 20000  # elements
@@ -183,6 +184,196 @@ VIEWS: dict[str, Callable[[Draw], Step]] = {
 FUNCTIONS = STEPS | VIEWS
 
 
+def _image(x: Tensor) -> Tensor:
+    """The last two dims as those of an image, all others as its channels: (1, C, H, W)."""
+    return x.reshape(1, -1, *x.shape[-2:])
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0], -1)
+
+
+def _numbers(*shape: int) -> Tensor:
+    """Weights of a layer."""
+    count = torch.Size(shape).numel()
+    return torch.linspace(-0.6, 0.9, count, dtype=torch.float64).reshape(shape)
+
+
+def _conv(draw: Draw) -> Step:
+    stride, kernel, dilation = 1 + draw.count % 2, 1 + draw.size % 3, 1 + draw.dim % 2
+    return lambda x: F.conv2d(
+        _image(x), _numbers(2, _image(x).shape[1], kernel, kernel), _numbers(2), stride, kernel,
+        dilation,
+    )  # fmt: skip
+
+
+def _transposed(draw: Draw) -> Step:
+    stride, kernel = 1 + draw.count % 2, 1 + draw.size % 3
+    return lambda x: F.conv_transpose2d(
+        _image(x), _numbers(_image(x).shape[1], 2, kernel, kernel), None, stride
+    )
+
+
+def _classes(x: Tensor) -> Tensor:
+    return F.cross_entropy(_matrix(x), _matrix(x).detach().argmin(1), reduction="none")
+
+
+def _written_rows(draw: Draw) -> Step:
+    def step(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.select(draw.dim, draw.place).mul_(2)
+        y += y.mean(draw.dim, keepdim=True)
+        return y
+
+    return step
+
+
+# functions of layers, spectra, sums and indices, which the other steps lack
+MORE: dict[str, Callable[[Draw], Step]] = {
+    "conv": _conv,
+    "transposed conv": _transposed,
+    "depthwise": lambda draw: (
+        lambda x: F.conv1d(
+            x.reshape(1, -1, x.shape[-1]),
+            _numbers(x.numel() // x.shape[-1], 1, 3),
+            padding=1,
+            groups=x.numel() // x.shape[-1],
+        )
+    ),
+    "max pool": lambda draw: lambda x: F.max_pool2d(_image(x), draw.count, 1 + draw.dim),
+    "mean pool": lambda draw: lambda x: F.avg_pool2d(_image(x), draw.count, 2, draw.count // 2),
+    "adaptive pool": lambda draw: lambda x: F.adaptive_avg_pool2d(_image(x), (draw.count, 2)),
+    "resize": lambda draw: lambda x: F.interpolate(_image(x), size=(draw.size + 1, draw.count)),
+    "bilinear": lambda draw: (
+        lambda x: F.interpolate(
+            _image(x),
+            size=(draw.size + 2, draw.count),
+            mode="bilinear",
+            align_corners=draw.dim == 0,
+        )
+    ),
+    "patches": lambda draw: lambda x: F.unfold(_image(x), draw.count, padding=1),
+    "reflected": lambda draw: lambda x: F.pad(_image(x), (1, 1, 1, 1), mode="reflect"),
+    "circular": lambda draw: lambda x: F.pad(_image(x), (1, 0, 1, 1), mode="circular"),
+    "attention": lambda draw: (
+        lambda x: F.scaled_dot_product_attention(_image(x), _image(x).flip(2), _image(x).sin())
+    ),
+    "group norm": lambda _: lambda x: F.group_norm(_image(x), 1),
+    "instance norm": lambda _: lambda x: F.instance_norm(_image(x)),
+    "batch norm": lambda _: lambda x: F.batch_norm(_image(x), None, None, training=True),
+    "rms norm": lambda _: lambda x: F.rms_norm(x, x.shape[-1:]),
+    "normalize": lambda draw: lambda x: F.normalize(x + 3, dim=draw.dim),
+    "linear": lambda _: lambda x: F.linear(x, _numbers(4, x.shape[-1]), _numbers(4)),
+    "warp": lambda draw: (
+        lambda x: F.grid_sample(
+            _image(x),
+            _image(x).tanh().mean(1).unsqueeze(-1).expand(-1, -1, -1, 2),
+            align_corners=draw.dim == 0,
+        )
+    ),
+    "embedding": lambda _: (
+        lambda x: F.embedding((2 * x.detach()).long().clamp(0, 3), _numbers(4, 2)) * x.unsqueeze(-1)
+    ),
+    "classes": lambda _: _classes,
+    "huber": lambda draw: lambda x: F.huber_loss(x, x.flip(draw.dim) + 0.1, reduction="none"),
+    "glu": lambda draw: lambda x: F.glu(x, draw.dim),
+    "fft": lambda draw: lambda x: torch.view_as_real(torch.fft.fft(x, dim=draw.dim)).sum(-1),
+    "fft of all dims": lambda _: lambda x: torch.fft.fftn(x).real,
+    "low frequencies": lambda draw: (
+        lambda x: torch.fft.irfft(
+            torch.fft.rfft(x, dim=draw.dim).narrow(draw.dim, 0, 1 + draw.size // 4),
+            n=draw.size,
+            dim=draw.dim,
+        )
+    ),
+    "fftshift": lambda draw: lambda x: torch.fft.fftshift(x, draw.dim),
+    "complex": lambda draw: lambda x: (torch.complex(x, x.flip(draw.dim)) ** 2).imag,
+    "angle": lambda _: lambda x: torch.complex(x, 1 + x.square()).angle(),
+    "cumprod": lambda draw: lambda x: x.clamp(0.5, 1.4).cumprod(draw.dim),
+    "cummax": lambda draw: lambda x: x.cummax(draw.dim)[0],
+    "logcumsumexp": lambda draw: lambda x: x.logcumsumexp(draw.dim),
+    "logsumexp": lambda draw: lambda x: x.logsumexp(draw.dim),
+    "log_softmax": lambda draw: lambda x: x.log_softmax(draw.dim),
+    "std": lambda draw: lambda x: (x + x.sin().cumsum(draw.dim)).std(draw.dim, correction=0),
+    "var_mean": lambda draw: lambda x: torch.stack(torch.var_mean(x, draw.dim, correction=0)),
+    "p-norm": lambda draw: lambda x: torch.linalg.vector_norm(x, 3, draw.dim, keepdim=True) + x,
+    "prod": lambda draw: lambda x: x.prod(draw.dim),
+    "quantile": lambda draw: lambda x: x.quantile(0.3, draw.dim),
+    "kthvalue": lambda draw: lambda x: x.kthvalue(draw.count, draw.dim)[0],
+    "median of a dim": lambda draw: lambda x: x.median(draw.dim)[0],
+    "max": lambda draw: lambda x: x.max(draw.dim)[0],
+    "best index": lambda draw: (
+        lambda x: x * F.one_hot(x.argmax(draw.dim), draw.size).movedim(-1, draw.dim)
+    ),
+    "trapezoid": lambda draw: lambda x: torch.trapezoid(x, dim=draw.dim),
+    "differences": lambda draw: lambda x: torch.gradient(x, dim=draw.dim)[0],
+    "cov": lambda _: lambda x: torch.cov(_matrix(x), correction=0),
+    "distances": lambda _: lambda x: torch.cdist(_matrix(x), _matrix(x).flip(0) + 5),
+    "kron": lambda _: lambda x: torch.kron(x, _numbers(2)),
+    "contraction": lambda draw: lambda x: torch.tensordot(x, x.sin(), ([draw.dim], [draw.dim])),
+    "gram": lambda _: lambda x: x @ x.sin().mT,
+    "solve": lambda _: (
+        lambda x: torch.linalg.solve(
+            _matrix(x) @ _matrix(x).mT + 2 * torch.eye(x.shape[0], dtype=x.dtype), _matrix(x)
+        )
+    ),
+    "triu": lambda draw: lambda x: x.triu(draw.shift % 3),
+    "diagonal": lambda draw: lambda x: x.diagonal(0, 0, draw.dim),
+    "diag_embed": lambda _: lambda x: x.diag_embed(),
+    "block_diag": lambda _: lambda x: torch.block_diag(_matrix(x), _matrix(x).sin()),
+    "rot90": lambda draw: lambda x: x.rot90(draw.shift, (0, draw.dim)),
+    "tile": lambda draw: lambda x: x.tile(2, 1),
+    "repeat": lambda draw: lambda x: x.repeat(*[1 + (d == draw.dim) for d in range(x.ndim)]),
+    "take": lambda draw: lambda x: x.take(draw.places),
+    "take_along_dim": lambda draw: (
+        lambda x: x.take_along_dim(_order(x, draw.dim).flip(draw.dim), draw.dim)
+    ),
+    "masked_scatter": lambda draw: (
+        lambda x: x.masked_scatter(x.detach().round(decimals=6) > 0, x.flip(draw.dim))
+    ),
+    "index_put": lambda draw: (
+        lambda x: torch.zeros_like(x).index_put(
+            (draw.places % x.shape[0],), x[draw.places % x.shape[0]], accumulate=True
+        )
+    ),
+    "index_copy": lambda draw: (
+        lambda x: x.index_copy(
+            draw.dim, torch.tensor([draw.place % draw.size]), x.narrow(draw.dim, 0, 1).exp()
+        )
+    ),
+    "select_scatter": lambda draw: (
+        lambda x: x.select_scatter(x.mean(draw.dim), draw.dim, draw.place)
+    ),
+    "largest of each": lambda draw: (
+        lambda x: x.scatter_reduce(draw.dim, _order(x, draw.dim), x.flip(draw.dim), "amax")
+    ),
+    "bucketize": lambda _: lambda x: x * torch.bucketize(x.detach(), _numbers(4)),
+    "searchsorted": lambda _: (
+        lambda x: x * torch.searchsorted(x.detach().flatten().sort()[0], x.detach())
+    ),
+    "lerp": lambda draw: lambda x: x.lerp(x.flip(draw.dim), 0.3),
+    "clamp": lambda draw: lambda x: torch.clamp(x, max=x.flip(draw.dim) + 0.1),
+    "similarity": lambda draw: lambda x: F.cosine_similarity(x + 2, x.flip(draw.dim) + 2, draw.dim),
+    "less a row": lambda draw: lambda x: x - x.select(draw.dim, draw.place).unsqueeze(draw.dim),
+    "written rows": _written_rows,
+    "renorm": lambda draw: lambda x: x.renorm(2, draw.dim, 0.7),
+    "tensor_split": lambda draw: (
+        lambda x: torch.cat(x.tensor_split(draw.count, draw.dim)[::-1], draw.dim)
+    ),
+    "column_stack": lambda _: lambda x: torch.column_stack([x, x.cos()]),
+    "unique": lambda _: lambda x: x.flatten() + x.detach().round().unique().sum(),
+    "checkpoint": lambda _: (
+        lambda x: checkpoint(lambda y: y.sin() * y.mean(), x, use_reentrant=False)
+    ),
+    "single precision": lambda _: lambda x: (8 * x).round().float().double() + x,
+    "in rows of another order": lambda draw: (
+        lambda x: torch.empty_strided(
+            x.permute(draw.order).shape, x.permute(draw.order).contiguous().stride(), dtype=x.dtype
+        ).copy_(x.permute(draw.order))
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Program:
     """A tensor and the steps that follow, with their names; `split` is the dim to be split."""
@@ -193,7 +384,7 @@ class Program:
     steps: list[Step]
 
 
-def program(seed: int) -> Program:
+def program(seed: int, functions: dict[str, Callable[[Draw], Step]] = STEPS) -> Program:
     """The program of a seed; it runs on whole tensors."""
     generator = random.Random(seed)
     shape = [generator.randint(1, 6) for _ in range(generator.randint(1, 4))]
@@ -202,11 +393,11 @@ def program(seed: int) -> Program:
     for _ in range(generator.randint(2, 6)):
         if value.ndim == 0 or not 0 < value.numel() < MOST:
             break
-        name = generator.choice(list(STEPS))
-        step = STEPS[name](Draw(generator, tuple(value.shape)))
+        name = generator.choice(list(functions))
+        step = functions[name](Draw(generator, tuple(value.shape)))
         try:
             value = step(value)
-        except (RuntimeError, IndexError):  # not for this shape
+        except (RuntimeError, IndexError, ValueError, AssertionError):  # not for this shape
             continue
         names.append(name)
         steps.append(step)

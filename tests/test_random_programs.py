@@ -4,7 +4,7 @@ What is refused, is refused on all ranks alike.
 """
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,10 @@ from torch import Tensor
 import lightning_shard
 from lightning_shard import DomainTensor, UnsupportedOperationError
 from tests.parity import mesh_of
-from tests.random_programs import Program, program
+from tests.random_programs import FUNCTIONS, MORE, STEPS, Draw, Program, Step, program
+
+Functions = dict[str, Callable[[Draw], Step]]
+WIDE = {name: step for name, step in (FUNCTIONS | MORE).items() if name != "detach"}
 
 
 def run(made: Program, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,10 +64,10 @@ def refused_alike(made: Program, start: Tensor) -> bool:
     return False
 
 
-def check(seeds: Sequence[int], sizes: tuple[int, ...]) -> None:
+def check(seeds: Sequence[int], sizes: tuple[int, ...], functions: Functions = STEPS) -> None:
     counts = collections.Counter[str]()
     for seed in seeds:
-        made = program(seed)
+        made = program(seed, functions)
         ndim = made.start.ndim
         dims = [(made.split + axis) % ndim for axis in range(len(sizes))]
         if not made.steps or len(set(dims)) < len(dims):
@@ -85,10 +88,10 @@ def check(seeds: Sequence[int], sizes: tuple[int, ...]) -> None:
     assert counts["exact"] > 0.5 * len(seeds), counts
 
 
-def check_twice(seeds: Iterable[int], sizes: tuple[int, ...]) -> None:
+def check_twice(seeds: Iterable[int], sizes: tuple[int, ...], functions: Functions = STEPS) -> None:
     """Also where a rank has no rows: its graph must call what those of the others call."""
     for seed in seeds:
-        made = program(seed)
+        made = program(seed, functions)
         dims = [(made.split + axis) % made.start.ndim for axis in range(len(sizes))]
         expected = run_twice(made, made.start.clone().requires_grad_())
         split = lightning_shard.shard(made.start, mesh_of(*sizes), dims).requires_grad_()
@@ -140,3 +143,22 @@ def test_more_on_three_ranks(part):
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
 def test_more_on_four_ranks(sizes):
     check(range(5000, 5600), sizes)
+
+
+@pytest.mark.spmd(3)
+def test_wider_programs_on_three_ranks():
+    check([*range(16), 125], (3,), WIDE)  # the last gives no pairs of numbers an expanded gradient
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", range(100, 1300, 200))
+@pytest.mark.spmd(3)
+def test_more_wider_programs_on_three_ranks(begin):
+    check(range(begin, begin + 200), (3,), WIDE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", range(2000, 2600, 200))
+@pytest.mark.spmd(4)
+def test_wider_programs_on_two_by_two(begin):
+    check(range(begin, begin + 200), (2, 2), WIDE)

@@ -244,7 +244,10 @@ def view_as_real(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     """The pairs of real and imaginary parts are the last dim, which is whole."""
     layout = layout_of((*x.layout.dims, (Factor(2),)), x.layout.grid)
     strides = None if x.strides is None else (*(2 * step for step in x.strides), 1)
-    return x.view(func(x.local), layout, strides)
+    local = func(x.local)
+    if not local.numel() and local.requires_grad:  # torch refuses an expanded gradient of no pairs
+        local.register_hook(lambda grad: grad.clone(memory_format=torch.contiguous_format))
+    return x.view(local, layout, strides)
 
 
 @implements(torch.view_as_complex)
