@@ -190,13 +190,14 @@ def _is_right(name: str, make: Callable[..., Tensor], mesh: DeviceMesh) -> bool:
 def _no_wire() -> Any:
     """Collectives send nothing, and what they should fill is zero."""
 
-    def zeros(filled: Tensor, *args: Any, **kwargs: Any) -> None:
+    def zeros(filled: Tensor, *args: Any, **kwargs: Any) -> Any:
         filled.zero_()  # what memory held before may be numbers that are slow to compute with
+        return mock.Mock() if kwargs.get("async_op") else None  # of which nobody need wait
 
-    with (
-        mock.patch.object(dist, "all_to_all_single", zeros),
-        mock.patch.object(dist, "all_reduce", zeros),
-    ):
+    names = ("all_to_all_single", "all_gather_into_tensor", "all_reduce")
+    with contextlib.ExitStack() as patched:
+        for name in names:
+            patched.enter_context(mock.patch.object(dist, name, zeros))
         yield
 
 
