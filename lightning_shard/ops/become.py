@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import gathered, subdomains, take_part
+from lightning_shard.domain.align import gathered, own_part, subdomains
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.strides import are_dense
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.torch_private.internals import is_view, storage_users
 
@@ -60,7 +61,9 @@ def become_split(
         raise UnsupportedOperationError("none of the dims of the plain tensor can be split")
     if plain.is_leaf and plain.requires_grad:
         raise UnsupportedOperationError("a plain leaf that requires grad cannot take split rows")
-    part = target.like(take_part(plain, target.layout).clone())
+    strides = plain.stride() if are_dense(tuple(plain.shape), plain.stride()) else None
+    local = own_part(plain, target.layout)
+    part = Subdomain(local, target.layout, target.domain, None, strides)
     write(part)
     if not is_alone and shared_on_a_rank(plain, target):
         if plain.nbytes > _WORTH_A_WORD:

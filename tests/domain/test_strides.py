@@ -5,6 +5,7 @@ the whole is one of each part.
 """
 
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,13 @@ from torch import Tensor
 from lightning_shard import Tiles, shard
 from lightning_shard.domain.strides import are_dense
 from lightning_shard.domain.subdomain import Subdomain
+from tests.ops import database
+from tests.ops.test_operators import run
 from tests.parity import mesh_of
 from tests.random_programs import FUNCTIONS, Draw
 
+# a clone keeps the holes of a slice here, and torch's matrices of no columns lie in columns
+OTHERWISE = {"select_scatter", "slice_scatter", "mm"}
 BEGINS = [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
 
 
@@ -94,3 +99,41 @@ def lies_as(part: Subdomain, whole: Tensor) -> bool:
 def steps_of(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """The strides of dims of several rows; one row has any."""
     return [step for n, step in zip(shape, strides, strict=True) if n > 1]
+
+
+@pytest.mark.parametrize("limit", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_turned", [False, True], ids=["in rows", "turned"])
+@database.in_groups([name for name in database.names() if name not in OTHERWISE])
+def test_of_the_conformance_table(names: Sequence[str], is_turned: bool, limit: int):
+    for name in names:
+        for function, sample, split in database.cases_of(name, limit):
+            wrong = differing(function, sample, split, is_turned)
+            assert not wrong, f"{name}: {function}({sample}), split {split}: {wrong}"
+
+
+def differing(
+    function: Any, sample: database.Sample, split: tuple[Sequence[int], int], is_turned: bool
+) -> list[str]:
+    """Call a function on operands in rows or in a random order of dims; say what lies otherwise."""
+    chosen, dim = split
+    seed = zlib.crc32(str(sample).encode())
+
+    def lying(number: int, x: Tensor) -> Tensor:
+        return turned(x, random.Random(seed + number)) if is_turned and x.ndim > 1 else x
+
+    def cut(number: int, x: Tensor) -> Tensor:
+        x = lying(number, x)
+        return shard(x, Tiles((3,)), dim) if number in chosen else x
+
+    try:
+        expected, _ = run(function, sample, lying)
+        found, _ = run(function, sample, cut)
+    except Exception:  # not for these arguments, or not served
+        return []
+    return [
+        f"{part.strides}, local {part.local.stride()}; of one process {whole.stride()}"
+        for whole, result in zip(expected, found, strict=True)
+        if isinstance(whole, Tensor)
+        for part in parts_of(result)
+        if not lies_as(part, whole)
+    ]

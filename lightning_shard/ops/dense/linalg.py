@@ -51,7 +51,9 @@ def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: An
         if not value.numel() and value.is_floating_point():
             value = empty_attached(value.shape, x.local, is_curved=True).to(value.dtype)
         added = tuple((Factor(n),) for n in value.shape[len(places) :])
-        return x.like(value, Layout((*places, *added), x.layout.grid))
+        layout = Layout((*places, *added), x.layout.grid)
+        # torch's matrices lie in columns or in rows, as its library gives them
+        return (x.in_any_order if len(added) > 1 else x.like)(value, layout)
 
     return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
 
@@ -66,7 +68,7 @@ def solve(
     if func is linalg.solve and tuple(b.shape) == tuple(a.shape[:-1]):
         column = unsqueeze(func, b, -1) if isinstance(b, Subdomain) else b.unsqueeze(-1)
         x = solve(func, a, column, *args, **kwargs)
-        return x.in_rows(x.local.squeeze(-1), Layout(x.layout.dims[:-1], x.layout.grid))
+        return x.in_any_order(x.local.squeeze(-1), Layout(x.layout.dims[:-1], x.layout.grid))
     own = subdomains([a, b])[0]
     last = func in (linalg.solve, linalg.solve_triangular)  # the right sides come last
     matrix, sides = (a, b) if last else (b, a)
@@ -139,7 +141,8 @@ def diag_embed(
     """Make matrices with the last dim on a diagonal; rows move to its place."""
     size = x.shape[-1] + abs(offset)
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    return _on_diagonal(zero, (size, size), x, offset).movedim((-2, -1), (dim1, dim2))
+    found = _on_diagonal(zero, (size, size), x, offset).movedim((-2, -1), (dim1, dim2))
+    return found.contiguous()  # as torch's, also of a turned tensor
 
 
 @composes(torch.diagonal_scatter, Tensor.diagonal_scatter)
@@ -149,7 +152,7 @@ def diagonal_scatter(
     """Copy a tensor with other values on a diagonal; these travel to their rows."""
     matrices = x.movedim((dim1, dim2), (-2, -1))
     found = _on_diagonal(matrices, matrices.shape[-2:], src, offset)
-    return found.movedim((-2, -1), (dim1, dim2))
+    return x.clone().copy_(found.movedim((-2, -1), (dim1, dim2)))  # in memory it lies like `x`
 
 
 @composes(torch.diag, Tensor.diag, torch.diagflat, Tensor.diagflat,

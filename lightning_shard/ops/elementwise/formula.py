@@ -154,7 +154,9 @@ def add_product(
     product = product if alpha == 1 else alpha * product
     if not beta:
         return product
-    return product + (x if beta == 1 else beta * x)
+    x = x if beta == 1 else beta * x
+    # in memory the sum lies like its first operand, as torch's result does
+    return x + product if _PRODUCTS[func] is torch.outer else product + x
 
 
 @composes(linalg.multi_dot, torch.chain_matmul)
@@ -242,7 +244,8 @@ def renorm(func: Callable[..., Tensor], x: Any, p: float, dim: int, maxnorm: flo
     """Scale slices along `dim` to a norm of at most `maxnorm`; sums of powers travel."""
     others = [d for d in range(x.ndim) if d != dim % x.ndim]
     sizes = linalg.vector_norm(x, p, others, keepdim=True)
-    return x * torch.where(sizes > maxnorm, maxnorm / (sizes + 1e-7), 1.0)
+    scaled = x * torch.where(sizes > maxnorm, maxnorm / (sizes + 1e-7), 1.0)
+    return scaled.contiguous()  # as torch's, also of a turned tensor
 
 
 @composes(Tensor.sum_to_size)

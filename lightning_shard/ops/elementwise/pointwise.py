@@ -88,6 +88,7 @@ def _pointwise_functions() -> list[Callable[..., Any]]:
 
 _IN_ROWS = {*_named({*IN_ROWS.split()}, torch, Tensor, torch.special, F, functions_of_cpp)}
 _EXCHANGING = {*_named({*EXCHANGING.split()}, torch, Tensor)}
+_ANGLES = {torch.angle, Tensor.angle}  # those of complex numbers lie row by row
 
 
 @implements(*_pointwise_functions(), checked=False)
@@ -134,6 +135,8 @@ def _strides_of_result(
     """Strides of the whole result; None where nobody knows them of one of the operands."""
     if all_in_rows(operands):
         return layout.strides
+    if func is Tensor.where:  # torch asks the condition first
+        operands = [operands[1], operands[0], *operands[2:]]
     known: list[tuple[tuple[int, ...], Strides]] = []
     brought = False  # rows that travelled lie in an order of their own
     for x in operands:
@@ -143,7 +146,7 @@ def _strides_of_result(
         if isinstance(x, Subdomain) or x.ndim:
             known.append((tuple(x.shape), strides))
         brought = brought or (isinstance(x, Subdomain) and x.layout != layout)
-    if func in _IN_ROWS:
+    if func in _IN_ROWS or (func in _ANGLES and operands[0].dtype.is_complex):
         return layout.strides
     if brought or func in _EXCHANGING or (args and not isinstance(args[0], _OPERANDS)):
         return None
@@ -178,7 +181,10 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
         return result
     if asked in (None, torch.preserve_format):
         return x if result is x.local else x.alike(result)
-    is_perhaps_same = result is x.local or func is Tensor.contiguous
+    is_contiguous = func is Tensor.contiguous
+    if result is x.local and not is_contiguous and x.strides and x.memory_format == asked:
+        return x  # as torch's `to`, which tells channels_last alone from other orders
+    is_perhaps_same = result is x.local or is_contiguous
     copies, strides = in_format(x.shape, x.strides or x.layout.strides, asked)
     if is_perhaps_same and x.strides is not None and not copies:
         return x

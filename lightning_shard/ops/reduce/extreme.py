@@ -15,8 +15,6 @@ from torch import Tensor
 
 from lightning_shard.domain.align import (
     all_gather_small,
-    common_layout,
-    local_part,
     one_factor,
     sum_over,
 )
@@ -26,6 +24,7 @@ from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.half import wide_dtype
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import uncast
+from lightning_shard.ops.elementwise.pointwise import pointwise
 from lightning_shard.ops.reduce.scan import one_of_each
 from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, squeezed
 from lightning_shard.ops.registry import implements
@@ -114,9 +113,7 @@ def max_(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
         return extreme(kind.of_dims, x, of_nan=True)
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Subdomain | Tensor):
-        layout = common_layout([x, other])
-        owner = next(o for o in (x, other) if isinstance(o, Subdomain))
-        return owner.like(func(local_part(x, layout), local_part(other, layout)), layout)
+        return pointwise(torch.maximum if kind.along is torch.max else torch.minimum, x, other)
     dim = x.layout.dim(args[0] if args else kwargs["dim"])
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     values, indices = _best_along(kind.along, x, dim)

@@ -1,14 +1,14 @@
 """Computes losses per element or per sample on every rank, then reduces them over all ranks."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, sum_over
+from lightning_shard.domain.align import all_in_rows, common_layout, local_part, sum_over
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.half import wide, wide_dtype
 from lightning_shard.domain.layout import Layout
@@ -35,7 +35,7 @@ def elementwise_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     owner = next(v for v in (*tensors.values(), weight) if isinstance(v, Subdomain))
     local = func(**given, reduction="none")
     if weight is None:
-        return _reduced(owner.like(local, layout), reduction)
+        return _reduced(_wrapped(owner, local, layout, [*tensors.values()]), reduction)
     scale = owner.like(local_part(weight, layout).expand(layout.local_shape), layout)
     weighted = owner.like(local * scale.local, layout)
     if reduction != "mean":
@@ -87,6 +87,16 @@ def _class_layout(x: Operand, target: Operand, class_dim: int) -> Layout:
             f"the class dim {class_dim} is split; a loss over classes needs all of them on one rank"
         )
     return layout
+
+
+def _wrapped(
+    owner: Subdomain, local: Tensor, layout: Layout, operands: Sequence[Operand]
+) -> Subdomain:
+    """Wrap losses of single elements, whose order in memory is known if all operands have one."""
+    if all_in_rows(operands):
+        return owner.in_rows(local, layout)
+    orders = {x.stride() if isinstance(x, Tensor) else x.strides for x in operands}
+    return (owner.like if len(orders) == 1 else owner.in_any_order)(local, layout)
 
 
 def _reduced(x: Subdomain, reduction: str) -> Operand:

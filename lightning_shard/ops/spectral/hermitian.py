@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.ops.registry import composes, name_of
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import composes, implements, name_of, rule_for
 from lightning_shard.processes.torch_private.typed import fft
 
 _OTHER_WAY = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
@@ -30,11 +31,16 @@ def to_real(func: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> T
     return _INVERSE[func](x.conj(), *args, **kwargs)
 
 
-@composes(*_FORWARD)
-def to_hermitian(func: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> Tensor:
+@implements(*_FORWARD)
+def to_hermitian(func: Callable[..., Tensor], x: Subdomain, *args: Any, **kwargs: Any) -> Subdomain:
     """Inverse of the Hermitian transform, by the conjugate of a real transform."""
     args, kwargs = _scaled_the_other_way(func, args, kwargs)
-    return _FORWARD[func](x, *args, **kwargs).conj()
+    forward = rule_for(_FORWARD[func])
+    assert forward is not None
+    found = forward.run(_FORWARD[func], x, *args, **kwargs).read()
+    local = found.local.conj_physical()
+    # torch transforms the dims one after the other, and leaves several in an order of its library
+    return found.alike(local) if func is fft.ihfft else found.in_any_order(local, found.layout)
 
 
 def _scaled_the_other_way(

@@ -88,8 +88,7 @@ class Spectrum:
     @property
     def strides(self) -> tuple[int, ...] | None:
         """The strides that torch's transform has; None where they depend on its library."""
-        is_last = self.dims == tuple(range(self.ndim - len(self.dims), self.ndim))
-        if not (is_last and self.source.is_in_order):
+        if not (are_last(self.dims, self.ndim) and self.source.is_in_order):
             return None
         return Layout.of(self.shape, {}, self.layout.grid).strides
 
@@ -188,7 +187,15 @@ def inverse(
         total = field if total is None else field.like(total.local + field.local)
     assert total is not None
     shown = writes[0].modes.dtype
-    return total.like(total.local.to(shown.to_real() if real else shown))
+    local = total.local.to(shown.to_real() if real else shown)
+    if are_last(dims, total.ndim):
+        return total.like(local)
+    return total.in_any_order(local, total.layout)  # torch's library decides
+
+
+def are_last(dims: Sequence[int], ndim: int) -> bool:
+    """Return True if transformed dims are the last ones of a tensor, in their order."""
+    return [*dims] == [*range(ndim - len(dims), ndim)]
 
 
 def _question(

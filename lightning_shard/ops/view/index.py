@@ -208,4 +208,4 @@ def narrow(func: Callable[..., Any], x: Subdomain, dim: int, start: int, length:
         )
     rows = strided(x, d, range(start, start + length))
     copies = func in (torch.narrow_copy, Tensor.narrow_copy)
-    return in_own_memory(rows, x) if copies else rows
+    return rows.in_rows(rows.local.clone(memory_format=torch.contiguous_format)) if copies else rows

@@ -89,7 +89,8 @@ def nonzero(func: Callable[..., Any], x: Subdomain, *, as_tuple: bool = False) -
     if as_tuple:
         return tuple(x.like(column, rows) for column in reversed(found))
     layout = Layout((*rows.dims, (Factor(x.ndim),)), x.layout.grid)
-    return x.like(torch.stack(found[::-1], 1), layout)
+    columns = torch.stack(found[::-1]).t()  # torch's lie one after the other, too
+    return Subdomain(columns, layout, x.domain, None, (1, layout.shape[0]))
 
 
 def _places(x: Subdomain) -> tuple[Chosen, Tensor]:

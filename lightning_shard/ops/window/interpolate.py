@@ -243,9 +243,7 @@ def _by_torch(
     made = F.interpolate(flat, **given, mode=mode, align_corners=kernel.align_corners)
     local = made.view(*rows.shape[: -len(dims)], *made.shape[2:])
     local = local.permute([order.index(d) for d in range(x.ndim)])
-    if (stored := format_of(x.local)) != torch.contiguous_format:
-        local = local.contiguous(memory_format=stored)
-    return x.like(local, layout)
+    return x.like(local.contiguous(memory_format=format_of(x.local)), layout)
 
 
 @lru_cache(maxsize=1024)

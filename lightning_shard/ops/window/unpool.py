@@ -100,4 +100,4 @@ def _placed(values: Tensor, indices: Tensor, extents: Sequence[int], layout: Lay
     size = math.prod(shape[-n:])
     places = places.where(inside, size).flatten(-n)  # others' values go to one place behind
     target = values.new_zeros(*shape[:-n], size + 1)
-    return target.scatter(-1, places, values.flatten(-n))[..., :size].reshape(shape)
+    return target.scatter(-1, places, values.flatten(-n))[..., :size].reshape(shape).contiguous()
