@@ -8,7 +8,7 @@ their memory falls with every rank.
 
 import difflib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -79,7 +79,8 @@ def parallelize(
     Weights and buffers of the first rank go to all ranks. After `loss.backward()` of a loss that is
     the same on all ranks of a domain, each parameter's `.grad` holds the gradient of the mean loss
     over data replicas, or this rank's shard of it: nothing is left to all-reduce. By default
-    parameters are sharded; `options=ShardingOptions("none")` leaves them whole.
+    parameters are sharded; `options=ShardingOptions("none")` leaves them whole. A module that is
+    sharded already keeps its shards, and gets the buffers of the first rank again.
 
     Args:
         module: An ordinary module on the mesh's device; complex parameters are stored as real
@@ -108,6 +109,7 @@ def parallelize(
                 f"the module is sharded over {over} since an earlier call, and cannot be used on "
                 f"{mesh}; load its weights into a new module."
             )
+        _copy_from_first(module.buffers(), flat_mesh(mesh).get_group())
         return {}
     options = options.on(mesh.device_type)
     if mesh.size() > 1:  # before the first collective, which ranks that differ would not end
@@ -214,10 +216,14 @@ def _make_groups(work: Work) -> None:
 
 def _share_values(work: Work) -> None:
     """Copy parameters and buffers of the first rank to all others."""
-    for tensor in (*work.module.parameters(), *work.module.buffers()):
+    _copy_from_first((*work.module.parameters(), *work.module.buffers()), work.group)
+
+
+def _copy_from_first(tensors: Iterable[Tensor], group: Any) -> None:
+    for tensor in tensors:
         # a buffer that a step has made a split field has parts, which are not alike
         if not tensor.is_meta and not isinstance(tensor, DomainTensor):
-            copy_from_first(tensor, work.group)
+            copy_from_first(tensor, group)
 
 
 def _average_gradients(work: Work) -> None:

@@ -5,13 +5,20 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_shard.checkpoint.state import full_module_state
 from tests.pairs import choose
 from tests.trainer import featured
-from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
+from tests.trainer.featured import (
+    Featured,
+    assert_same_metrics,
+    assert_same_state,
+    fit_alone,
+    fit_sharded,
+)
 from tests.training import MODELS, Fields, loader, make, trainer
 
 SAMPLES = 6
@@ -117,6 +124,20 @@ def test_parameters_train_in_a_second_stage(kind, sharding):
         fit_alone(alone)
         fit_sharded(module, (2,), strategy={"sharding": sharding})
         assert_same_state(module, alone)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_replicas_are_tested_with_the_statistics_of_the_first(sharding):
+    """A checkpoint has these, and DDP copies them to all replicas as a test begins."""
+    module = Featured(nn.BatchNorm2d)
+    runner = fit_sharded(module, (1,), strategy={"sharding": sharding})
+    runner.test(module, featured.loader(2), verbose=False)
+    alone = Featured(nn.BatchNorm2d)
+    alone.load_state_dict(full_module_state(module))
+    expected = Trainer(devices=1, plugins=LightningEnvironment(), **featured.QUIET)
+    expected.test(alone, featured.loader(4), verbose=False)
+    assert_same_metrics(runner, expected)
 
 
 @pytest.mark.spmd(2)
