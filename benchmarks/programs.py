@@ -116,9 +116,7 @@ def results(program: Program, meshes: Sequence[str]) -> dict[str, str]:
                 run, program.name, mesh, False, stages, processes=ranks, timeout_s=WAIT_S
             )
         except Exception as error:
-            sentence = _sentence(error)
-            known = program.refused and re.search(program.refused, str(error))
-            row[mesh] = f"{'refused' if known else 'ERROR'}: {sentence}"
+            row[mesh] = _ending(error, program.refused)
             continue
         row["split"] = max(row.get("split", ""), found["split"], key=len)
         row[mesh] = compared(alone, found, program.float32)
@@ -335,6 +333,16 @@ def _of_predictions(expected: list[torch.Tensor], found: list[torch.Tensor]) -> 
         scale = float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 1.0
         worst = max(worst, float(difference.max()) / (scale or 1.0))
     return worst
+
+
+def _ending(error: BaseException, refused: str) -> str:
+    """Word the end of a run: a refusal, if these words are in its error or in a note below it."""
+    sentence = _sentence(error)
+    known = re.search(f".*{refused}.*", str(error)) if refused else None
+    if known is None:
+        return f"ERROR: {sentence}"
+    told = known[0].partition("Error: ")[2] or known[0]
+    return f"refused: {sentence if re.search(refused, sentence) else told.strip()}"
 
 
 def _sentence(error: BaseException) -> str:

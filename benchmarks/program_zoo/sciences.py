@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.program_zoo import (
+    SPLIT,
     Parts,
     classes,
     fields,
@@ -18,7 +19,6 @@ from benchmarks.program_zoo import (
     supervised,
 )
 
-BOTH = ("1x2", "2x1")
 OLDER = "pytorch_lightning"
 OF_MINERVA = {
     "unet": ("UNet", {"n_channels": 1}),
@@ -76,7 +76,9 @@ for each in OF_MEDVISION:
     )
 
 
-@program("membrain-seg", "membrain_seg", host=OLDER, float32=True, refused="MetaTensor")
+@program(
+    "membrain-seg", "membrain_seg", host=OLDER, float32=True, refused="cannot be of the class monai"
+)
 def membrain_tomograms() -> Parts:
     from membrain_seg.segmentation.networks.unet import SemanticSegmentationUnet
 
@@ -92,7 +94,7 @@ def membrain_tomograms() -> Parts:
     return Parts(net, fields(4, sample))
 
 
-@program("ptlflow", "ptlflow")
+@program("ptlflow", "ptlflow", meshes=("1x2", "2x2"))
 def ptlflow_raft() -> Parts:
     from ptlflow.models.raft.raft import raft_small
 
@@ -172,7 +174,7 @@ class Unrolled(nn.Module):
 WRAPPED = "its network in a LightningModule"
 
 
-@program("fastmri", "fastmri", changed=WRAPPED, meshes=BOTH)
+@program("fastmri", "fastmri", changed=WRAPPED, meshes=SPLIT)
 def fastmri_varnet() -> Parts:
     from fastmri.models import VarNet
 
@@ -189,7 +191,7 @@ def fastmri_varnet() -> Parts:
     )
 
 
-@program("deepinv", "deepinv", changed=WRAPPED, meshes=BOTH)
+@program("deepinv", "deepinv", changed=WRAPPED, meshes=SPLIT)
 def deepinv_unfolded() -> Parts:
     import deepinv
 
@@ -219,7 +221,9 @@ def torchseg_unet() -> Parts:
     return Parts(supervised(net, nn.functional.cross_entropy), pictures())
 
 
-@program("finetuning-scheduler", "finetuning_scheduler", refused="FTS is has not")
+@program(
+    "finetuning-scheduler", "finetuning_scheduler", changed="allow_untested=True", meshes=SPLIT
+)
 def finetuning_schedule() -> Parts:
     from finetuning_scheduler import FinetuningScheduler
 
@@ -227,7 +231,9 @@ def finetuning_schedule() -> Parts:
     kept = {"max_epochs": 3, "enable_checkpointing": True, "default_root_dir": folder("fts")}
     phases = {0: ["net.2.weight", "net.2.bias"], 1: ["net.0.weight", "net.0.bias"]}
     phases = {k: {"params": names, "max_transition_epoch": k + 1} for k, names in phases.items()}
-    schedule = FinetuningScheduler(epoch_transitions_only=True, ft_schedule=phases)
+    schedule = FinetuningScheduler(
+        epoch_transitions_only=True, ft_schedule=phases, allow_untested=True
+    )
     return Parts(
         supervised(net, nn.functional.mse_loss), pairs(1, 16, 16), trainer=kept,
         callbacks=(schedule,),

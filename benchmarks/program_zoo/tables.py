@@ -6,10 +6,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.program_zoo import Parts, fields, numbers, program, supervised
+from benchmarks.program_zoo import SPLIT, Parts, fields, numbers, program, supervised
 
 
-@program("torch-geometric", meshes=("2x1",))
+@program("torch-geometric", meshes=SPLIT)
 def geometric_dense_convolution() -> Parts:
     from torch_geometric.nn import DenseGCNConv
 
@@ -26,7 +26,7 @@ def geometric_dense_convolution() -> Parts:
     return Parts(supervised(Net(), F.mse_loss), data)
 
 
-@program("chemprop", meshes=("2x1",), float32=True)
+@program("chemprop", meshes=SPLIT, float32=True)
 def chemprop_mpnn() -> Parts:
     from chemprop import data, models, nn
 

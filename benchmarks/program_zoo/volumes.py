@@ -51,7 +51,7 @@ program("monai", name="monai_unet", meshes=SPLIT)(
 )
 
 
-@program("torchio", "torchio", "monai", float32=True)
+@program("torchio", "torchio", "monai", meshes=SPLIT, float32=True)
 def torchio_subjects() -> Parts:
     import torchio
     from lightning.pytorch import LightningModule
@@ -85,7 +85,8 @@ def torchio_subjects() -> Parts:
     return Parts(Segmenter(), loader, validates=False)
 
 
-@program("monai", float32=True, meshes=SPLIT)
+# its transforms make MetaTensors of parts of batches
+@program("monai", float32=True, meshes=SPLIT, refused="cannot be of the class monai")
 def monai_spleen_sliding_window() -> Parts:
     """MONAI's tutorial of the spleen in 3D: MetaTensors, windows and Dice in validation."""
     import torch

@@ -6,7 +6,16 @@ import traceback
 import pytest
 
 from benchmarks.program_zoo import programs
-from benchmarks.programs import MESHES, PAGE, _sentence, chosen, recorded, results, with_table
+from benchmarks.programs import (
+    MESHES,
+    PAGE,
+    _ending,
+    _sentence,
+    chosen,
+    recorded,
+    results,
+    with_table,
+)
 from lightning_shard import UnsupportedOperationError
 
 
@@ -53,3 +62,12 @@ def test_the_sentence_of_a_refusal_names_the_operator():
     written = "".join(traceback.format_exception(caught.value))
     told = RuntimeError(f"[rank 1] {written}\n[rank 0] ValueError: another")
     assert _sentence(told) == "cannot run torch.f: it has no rule"
+
+
+def test_a_refusal_below_the_error_of_another_package():
+    told = RuntimeError(
+        "RuntimeError: applying EnsureType\npackage.SomeError: no split tensor is a MetaTensor"
+    )
+    assert _ending(told, "MetaTensor") == "refused: no split tensor is a MetaTensor"
+    assert _ending(told, "applying") == "refused: applying EnsureType"
+    assert _ending(told, "") == "ERROR: applying EnsureType"
