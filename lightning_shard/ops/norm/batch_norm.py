@@ -52,16 +52,14 @@ def batch_norm(
     weight, bias = _of_channels(x, weight), _of_channels(x, bias)
     groups = groups_of(x, dims, x.local.shape[1], eps)
 
-    def noted(made: Normalized) -> Subdomain:
-        result, (mean, variance) = made
-        if running_mean is not None or running_var is not None:
-            for buffer, value, times in (
-                (running_mean, mean, 1.0), (running_var, variance, count / max(count - 1, 1)),
-            ):  # fmt: skip
-                update_running(x.domain, buffer, _all_channels(x, value), momentum, times)
-        return x.like(result)
+    def note(moments: Tensor) -> None:
+        buffers, factors = (running_mean, running_var), (1.0, count / max(count - 1, 1))
+        for buffer, value, times in zip(buffers, moments, factors, strict=True):
+            update_running(x.domain, buffer, _all_channels(x, value), momentum, times)
 
-    return after(normalize_groups(x.local, weight, bias, groups), noted)
+    has_buffers = running_mean is not None or running_var is not None
+    made = normalize_groups(x.local, weight, bias, groups, note if has_buffers else None)
+    return after(made, lambda made: x.like(made[0]))
 
 
 @implements(F.instance_norm, limits="only the input may be split", joins=True)

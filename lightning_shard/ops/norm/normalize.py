@@ -10,7 +10,7 @@ A local tensor is (B, C, ...), and its channels are K groups (ops/norm/groups.py
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.autograd import Function
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.half import wide, wide_dtype
-from lightning_shard.domain.local_group import Later, joining
+from lightning_shard.domain.local_group import Later, after, joining
 from lightning_shard.domain.memory_format import format_of, owned
 from lightning_shard.ops.norm.groups import Groups, Joint, mixed, own_moments
 from lightning_shard.processes.torch_private.internals import in_transform
@@ -31,7 +31,11 @@ _sums = torch.ops.aten.native_batch_norm_backward
 
 
 def normalize_groups(
-    local: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups
+    local: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: Groups,
+    note: Callable[[Tensor], None] | None = None,
 ) -> Normalized | Later[Normalized]:
     """(local - mean) / sqrt(variance + eps) * weight + bias.
 
@@ -40,6 +44,9 @@ def normalize_groups(
         weight: A factor for each channel (C), the same for all samples.
         bias: A summand for each channel (C).
         groups: The values that share their moments.
+        note: Is given the moments before autograd keeps anything of this call, as torch's kernels
+            write running statistics: a block that runs again in backward ends as autograd keeps
+            the last of its tensors.
 
     Returns:
         The result, and of each group the mean and the biased variance over all ranks, (2, K), which
@@ -50,15 +57,26 @@ def normalize_groups(
     if fused and not in_transform() and not in_forward_mode():
         own = _Member(local, weight, bias, groups)
         here = joining(groups.domain.group(groups.axes)) if groups.axes else None
-        return _normalize([own])[0] if here is None else here.later(own, _normalize)
+        if here is None:
+            return _normalize([own], note)[0]
+        made = here.later(own, _normalize)  # in tiles a call keeps its last tensor as it ends
+        return made if note is None else after(made, lambda made: _noted(made, note))
     flat = groups.flat(local)
     mean, variance = groups.moments(flat)
+    moments = torch.stack([mean, variance]).detach().flatten(1)
+    if note is not None:
+        note(moments)
     weight, bias = (
         None if v is None else groups.of_channels(_of_flat(v, flat.shape[1])).unsqueeze(-1)
         for v in (weight, bias)
     )
     result = normalized(groups.view(flat), mean, variance, weight, bias, groups.eps)
-    return _shaped_as(local, result), torch.stack([mean, variance]).detach().flatten(1)
+    return _shaped_as(local, result), moments
+
+
+def _noted(made: Normalized, note: Callable[[Tensor], None]) -> Normalized:
+    note(made[1])
+    return made
 
 
 def _shaped_as(x: Tensor, flat: Tensor) -> Tensor:
@@ -100,20 +118,22 @@ class _Member(NamedTuple):
 Slot = tuple[int, int | None, int | None]  # the places of a member's tensors
 
 
-def _normalize(members: Sequence[_Member]) -> list[Normalized]:
+def _normalize(
+    members: Sequence[_Member], note: Callable[[Tensor], None] | None = None
+) -> list[Normalized]:
     """Normalize the part of this rank, or those of all tiles that share moments."""
     given = {id(t): t for m in members for t in m[:3]}  # tiles may have one weight in common
     given.pop(id(None), None)
     places = dict(zip(given, range(len(given)), strict=True))
     slots = [tuple([places.get(id(t)) for t in m[:3]]) for m in members]
     joint = Joint([m.groups for m in members])
-    *results, moments = _Normalize.apply(joint, slots, *given.values())
+    *results, moments = _Normalize.apply(joint, slots, note, *given.values())
     return [(result, moments) for result in results]
 
 
 class _Normalize(Function):
     @staticmethod
-    def forward(ctx: Any, joint: Joint, slots: list[Slot], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, joint: Joint, slots: list[Slot], note: Any, *tensors: Tensor) -> Any:
         members = _members(joint, slots, tensors)
         moments, eps = joint.combined(_fused_moments(members, joint)), joint.first.eps
         channels = joint.first.channels_of(members[0].local)
@@ -122,6 +142,8 @@ class _Normalize(Function):
         ctx.save_for_backward(*tensors, *both)
         ctx.plan = joint, slots
         moments = owned(moments)
+        if note is not None:
+            note(moments)
         ctx.mark_non_differentiable(moments)
         ctx.set_materialize_grads(False)
         results: list[Tensor] = []
@@ -146,11 +168,11 @@ class _Normalize(Function):
         totals: list[Any] = [None] * len(tensors)
         for (of_x, *others), m, slot in zip(found, members, slots, strict=True):
             for place, part in zip(slot, (_shaped_as(m.local, of_x), *others), strict=True):
-                if place is not None and part is not None and ctx.needs_input_grad[2 + place]:
+                if place is not None and part is not None and ctx.needs_input_grad[3 + place]:
                     part = _of_channels(part, tensors[place])
                     before = totals[place]
                     totals[place] = part if before is None else before + part
-        return None, None, *totals
+        return None, None, None, *totals
 
 
 def _of_flat(values: Tensor, channels: int) -> Tensor:

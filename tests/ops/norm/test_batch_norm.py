@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lightning_shard
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -214,3 +215,16 @@ def test_one_sample_whose_gradient_lies_transposed_in_memory():
         return w @ F.batch_norm(x, None, None, training=True).flatten(2).transpose(1, 2)
 
     assert_parity(function, [(1, 3, 5, 4), (1, 2, 20)], {0: [2]}, mesh_of(2))
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_running_statistics_of_a_block_that_ends_with_the_norm_and_runs_again(kind, reentrant):
+    """Without re-entrance torch ends the second run as autograd keeps the last of its tensors."""
+    x = torch.randn(IMAGE, dtype=torch.float64)
+    norms = [kind(4, track_running_stats=True).double() for _ in range(2)]
+    for norm, field in zip(norms, (x, lightning_shard.shard(x, mesh_of(2), 2)), strict=True):
+        y = field.clone().requires_grad_()
+        checkpoint(norm, y, use_reentrant=reentrant).square().mean().backward()
+    torch.testing.assert_close(norms[1].state_dict(), norms[0].state_dict())
