@@ -115,6 +115,7 @@ class HeldSignals:
         self.holds = {*numbers}
         self.limit = Guard(self._rank, lambda: None, self._time_is_over, every_s=POLL_S)
         self.limit.code = SIGTERM_CODE
+        self.limit.start()
 
     def ending(self) -> list[int]:
         """Return the signals by which a training ends now, the first one first."""

@@ -28,3 +28,29 @@ def test_ends_soon_where_no_thread_begins_any_more() -> None:
     assert told.returncode == 143, told.stderr
     assert "SIGTERM on rank 0" in told.stderr
     assert time.monotonic() - begin < 50
+
+
+SLOW = """
+import threading, time
+import torch.distributed as dist
+from lightning_shard.processes.failures import failure_watch
+
+class Slow(failure_watch.StoreThread):
+    def __init__(self, *args, **kwargs):
+        time.sleep(0.3)
+        super().__init__(*args, **kwargs)
+
+failure_watch.POLL_S, failure_watch.StoreThread = 0.05, Slow
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+watch = failure_watch.FailureWatch(0)
+time.sleep(0.2)
+print([thread.name for thread in threading.enumerate() if thread.name == "failure-guard"])
+watch.close()
+"""
+
+
+def test_is_guarded_where_the_thread_that_talks_to_the_store_begins_late() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=90, check=True
+    )
+    assert told.stdout.strip() == "['failure-guard']", told.stderr

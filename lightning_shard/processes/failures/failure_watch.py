@@ -127,6 +127,7 @@ class FailureWatch:
         self._guard = Guard(rank, self._look, self._why, every_s=POLL_S)
         self._guard_of_exit: Guard | None = None
         self._talk = StoreThread(self._beat, every_s=POLL_S)
+        self._guard.start()  # now, since it reads when the store last answered
         atexit.register(self._part)
         _open.append(self)
 
@@ -292,6 +293,7 @@ class FailureWatch:
     def _say_at_exit(self) -> None:
         if self._guard_of_exit is None:  # now, since Python 3.12 begins no thread at the exit
             self._guard_of_exit = Guard(self.rank, lambda: None, self._why, every_s=POLL_S)
+            self._guard_of_exit.start()
         atexit.unregister(self._limit_exit)
         atexit.register(self._limit_exit)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class Guard:
-    """Looks after this process every `every_s`, until `close`.
+    """Looks after this process every `every_s`, from `start` to `close`.
 
     Attributes:
         code: The exit status of a process that the guard ends.
@@ -18,7 +18,7 @@ class Guard:
     def __init__(
         self, rank: int, look: Callable[[], None], why: Callable[[], str], *, every_s: float
     ) -> None:
-        """Begin.
+        """Describe what is looked after; `start` begins.
 
         Args:
             rank: The rank of this process, which its last line names.
@@ -30,6 +30,9 @@ class Guard:
         self._rank, self._look, self._why, self._every_s = rank, look, why, every_s
         self._last_moment: float | None = None
         self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Begin to look, once all is there that `look` reads."""
         threading.Thread(target=self._run, daemon=True, name="failure-guard").start()
 
     @property
