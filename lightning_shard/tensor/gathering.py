@@ -13,7 +13,7 @@ from lightning_shard.domain.align import gathered
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.ops import name_of
 from lightning_shard.ops.registry import is_in_place
-from lightning_shard.tensor.part import Part, part_of
+from lightning_shard.tensor.part import part_of
 
 gather_allowed: ContextVar[bool] = ContextVar("gather_allowed", default=False)
 
@@ -45,12 +45,18 @@ def writes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     return given.get("out") is not None or bool(given.get("inplace"))
 
 
+def gathered_part(x: Tensor) -> Tensor:
+    """Return the whole of a tensor that is split over ranks."""
+    return gathered(part_of(x).read())
+
+
 def on_whole_tensors(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
     kind: type[Tensor],
     *,
+    whole: Callable[[Any], Tensor] = gathered_part,
     name: Any = None,
 ) -> Any:
     """Run `func` with every split tensor gathered; the result is plain, and warned of once.
@@ -60,23 +66,24 @@ def on_whole_tensors(
         args: Its arguments.
         kwargs: Its arguments by name.
         kind: The class of split tensors.
+        whole: Gathers one of them.
         name: The name in the warning, where that is not `func`.
     """
-    parts: dict[int, Part] = {id(t): part_of(t) for t in split_in([args, kwargs], kind)}
+    split = {id(t): t for t in split_in([args, kwargs], kind)}
     shown = name or func
     if shown not in gathered_functions:
         gathered_functions[shown] = None
-        size = sum(math.prod(p.shape) * p.dtype.itemsize for p in parts.values())
+        size = sum(math.prod(t.shape) * t.dtype.itemsize for t in split.values())
         warnings.warn(
             f"{name_of(shown)} has no rule for split tensors; it runs on gathered ones, {size:,} "
             "bytes on every rank, as lightning_shard.allow_gather() permits.",
             stacklevel=3,
         )
-    whole = {key: gathered(part.read()) for key, part in parts.items()}
+    wholes = {key: whole(t) for key, t in split.items()}
 
     def plain(value: Any) -> Any:
         if isinstance(value, kind):
-            return whole[id(value)]
+            return wholes[id(value)]
         return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
     return func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})

@@ -17,7 +17,13 @@ from lightning_shard.processes.torch_private.internals import (
     without_rules,
 )
 from lightning_shard.tensor.facts import FACTS, OF_WRAPPER, attributes_of
-from lightning_shard.tensor.gathering import refusal, split_in
+from lightning_shard.tensor.gathering import (
+    gather_allowed,
+    on_whole_tensors,
+    refusal,
+    split_in,
+    writes,
+)
 from lightning_shard.tensor.met import SplitInTransform
 from lightning_shard.tensor.tensor import (
     DomainTensor,
@@ -103,6 +109,8 @@ def _run(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return _into_out(func, args, kwargs)
         return by_rule(func, args, kwargs)
     except UnsupportedOperationError as error:
+        if gather_allowed.get() and func not in FACTS and not writes(func, args, kwargs):
+            return on_whole_tensors(func, args, kwargs, TileTensor, whole=gathered_tiles)
         if error.is_named:
             raise
         raise refusal(func, [args, kwargs], str(error), TileTensor) from error

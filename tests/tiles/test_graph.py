@@ -226,6 +226,29 @@ def test_a_graph_is_freed_after_backward() -> None:
         loss.backward()
 
 
+def test_computes_on_whole_fields_where_a_gather_is_allowed() -> None:
+    def loss(x: Tensor) -> Tensor:
+        x = x.sin()
+        with lightning_shard.allow_gather():
+            ranks, diagonal = torch.linalg.svdvals(x), torch.diagonal(x, dim1=2, dim2=3)
+            return (x[..., :1] * ranks[..., None, :1]).square().sum() + diagonal.exp().sum()
+
+    whole, tiles = (x.requires_grad_() for x in (field(1, 3, 9, 5), cut(field(1, 3, 9, 5))))
+    expected = loss(whole)
+    with pytest.warns(UserWarning, match="has no rule for split tensors"):
+        found = loss(tiles)
+    assert_same(found, expected)
+    gradients = [
+        torch.autograd.grad(value, x)[0] for value, x in ((found, tiles), (expected, whole))
+    ]
+    assert_same(lightning_shard.gather(gradients[0]), gradients[1])
+    with lightning_shard.allow_gather():
+        with pytest.raises(UnsupportedOperationError, match="data_ptr"):
+            tiles.data_ptr()
+        with pytest.raises(UnsupportedOperationError, match=r"cannot run torch\.nn\.init\.normal_"):
+            nn.init.normal_(tiles.detach().clone())
+
+
 def test_refuses_what_it_does_not_serve() -> None:
     x = cut(field(1, 3, 9, 5)).requires_grad_()
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
