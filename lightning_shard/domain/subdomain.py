@@ -235,6 +235,8 @@ class Subdomain:
 
     def beside(self, weight: Tensor, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap what a convolution makes: with the channels last where those of `weight` lie so."""
+        if weight.ndim == 3 and not weight.is_contiguous():
+            return self.in_any_order(local, layout)  # torch computes it as of two dims
         if not self.is_in_order or weight.stride() != channels_last(tuple(weight.shape)):
             return self.like(local, layout)
         return Subdomain(local, layout, self.domain, None, _strides_in_format(local, layout))
