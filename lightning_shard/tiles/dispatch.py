@@ -210,6 +210,11 @@ def _reshaped(view: Function, x: TileTensor, *args: Any, **kwargs: Any) -> Tenso
     """Change the shape in place: the same Python object holds what `view` gives from now on."""
     refuse_write(x)
     made = view(x, *args, **kwargs)
+    if not isinstance(made, TileTensor):
+        raise UnsupportedOperationError(
+            "a row of all tiles is a copy, which cannot take the place of the field; call the "
+            "function that gives another tensor, as x = x.squeeze(dim)"
+        )
     with without_rules():
         if x.is_leaf and x.requires_grad:
             if x.grad is not None:

@@ -116,24 +116,27 @@ def differing(
 ) -> list[str]:
     """Call a function on operands in rows or in a random order of dims; say what lies otherwise."""
     chosen, dim = split
-    seed = zlib.crc32(str(sample).encode())
+    seed, tiles = zlib.crc32(str(sample).encode()), Tiles((3,))
 
     def lying(number: int, x: Tensor) -> Tensor:
         return turned(x, random.Random(seed + number)) if is_turned and x.ndim > 1 else x
 
     def cut(number: int, x: Tensor) -> Tensor:
         x = lying(number, x)
-        return shard(x, Tiles((3,)), dim) if number in chosen else x
+        return shard(x, tiles, dim) if number in chosen else x
 
     try:
         expected, _ = run(function, sample, lying)
         found, _ = run(function, sample, cut)
     except Exception:  # not for these arguments, or not served
         return []
-    return [
-        f"{part.strides}, local {part.local.stride()}; of one process {whole.stride()}"
-        for whole, result in zip(expected, found, strict=True)
-        if isinstance(whole, Tensor)
-        for part in parts_of(result)
-        if not lies_as(part, whole)
-    ]
+    wrong = list[str]()
+    for whole, result in zip(expected, found, strict=True):
+        if not (isinstance(whole, Tensor) and whole.layout == torch.strided and whole.numel()):
+            continue
+        steps = steps_of(whole.shape, whole.stride())
+        parts = [part for part in parts_of(result) if not lies_as(part, whole)]
+        wrong += [f"{part.strides} with {part.local.stride()}, not {steps}" for part in parts]
+        if type(result) is Tensor and steps_of(whole.shape, result.stride()) != steps:
+            wrong.append(f"{result.stride()} of a plain tensor, not {steps}")
+    return wrong

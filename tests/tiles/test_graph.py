@@ -249,6 +249,13 @@ def test_computes_on_whole_fields_where_a_gather_is_allowed() -> None:
             nn.init.normal_(tiles.detach().clone())
 
 
+def test_a_row_of_all_tiles_does_not_take_the_place_of_its_field() -> None:
+    x = cut(field(1, 3, 1, 5))  # the row is in one tile
+    with pytest.raises(UnsupportedOperationError, match=r"as x = x\.squeeze\(dim\)"):
+        x.squeeze_(2)
+    assert_same(x.squeeze(2), field(1, 3, 1, 5).squeeze(2))
+
+
 def test_refuses_what_it_does_not_serve() -> None:
     x = cut(field(1, 3, 9, 5)).requires_grad_()
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):

@@ -17,6 +17,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.masked_rows import global_rows
+from lightning_shard.domain.memory_format import laid_like
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import BecameSplit, become_split, large_target
 from lightning_shard.ops.registry import implements, is_in_place, name_of
@@ -149,15 +150,22 @@ def _cut(source: Operand, shape: Sequence[int]) -> Operand:
     return source
 
 
+# of the others the result lies row by row
+_LIKE_A_CLONE = {torch.index_fill, Tensor.index_fill, torch.put, Tensor.put}
+
+
 def local_of(x: Operand) -> Tensor:
     """Return the local part of a split tensor; a plain one as it is."""
     return x.local if isinstance(x, Subdomain) else x
 
 
 def given_back(func: Callable[..., Any], x: Operand, found: Tensor) -> Operand:
-    """Return the result like `x`; for an in-place function, write it there."""
+    """Return the result, in memory as torch's; for an in-place function, write it into `x`."""
+    own = local_of(x)
     if is_in_place(func):
-        found = local_of(x).copy_(found)
+        found = own.copy_(found)
+    else:
+        found = laid_like(found, own) if func in _LIKE_A_CLONE else found.contiguous()
     return x.like(found) if isinstance(x, Subdomain) else found
 
 
