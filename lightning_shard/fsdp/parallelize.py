@@ -8,7 +8,7 @@ their memory falls with every rank.
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -47,11 +47,10 @@ from lightning_shard.fsdp.step_hooks import (
 )
 from lightning_shard.fsdp.step_writes import GATHERED, GatheredParameters, copy_attributes
 from lightning_shard.fsdp.unused_parameters import UnusedParameters
-from lightning_shard.fsdp.work import Moved, Work
+from lightning_shard.fsdp.work import Moved, Work, copy_all_from_first, share_values
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.memory.offload import WhatFits, offload
 from lightning_shard.memory.recompute import compile_forward, keep_no_cache, recompute
-from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import make_replicas
 from lightning_shard.processes.torch_private.internals import (
@@ -59,7 +58,6 @@ from lightning_shard.processes.torch_private.internals import (
     own_parameters,
 )
 from lightning_shard.tensor.mixins import is_a
-from lightning_shard.tensor.tensor import DomainTensor
 
 SHARDED_OVER = "_sharded_over"  # attribute of a module: its mesh
 
@@ -109,7 +107,7 @@ def parallelize(
                 f"the module is sharded over {over} since an earlier call, and cannot be used on "
                 f"{mesh}; load its weights into a new module."
             )
-        _copy_from_first(module.buffers(), flat_mesh(mesh).get_group())
+        copy_all_from_first(module.buffers(), flat_mesh(mesh).get_group())
         return {}
     options = options.on(mesh.device_type)
     if mesh.size() > 1:  # before the first collective, which ranks that differ would not end
@@ -212,18 +210,6 @@ def _make_groups(work: Work) -> None:
     make_replicas(work.mesh, work.axes)
     if work.split is not None:
         domain_of(work.split)
-
-
-def _share_values(work: Work) -> None:
-    """Copy parameters and buffers of the first rank to all others."""
-    _copy_from_first((*work.module.parameters(), *work.module.buffers()), work.group)
-
-
-def _copy_from_first(tensors: Iterable[Tensor], group: Any) -> None:
-    for tensor in tensors:
-        # a buffer that a step has made a split field has parts, which are not alike
-        if not tensor.is_meta and not isinstance(tensor, DomainTensor):
-            copy_from_first(tensor, group)
 
 
 def _average_gradients(work: Work) -> None:
@@ -332,7 +318,7 @@ _PREPARE: tuple[Callable[[Work], None], ...] = (
 _KEEP_WHOLE: tuple[Callable[[Work], None], ...] = (
     _make_groups,  # before any step
     lambda work: refuse_flop_counts(),  # before a step can begin
-    _share_values,
+    share_values,
     _materialize,  # after the values of the others, which first values may need
     _average_gradients,  # its hooks belong to the parameters that have memory
     open_around_steps,
@@ -343,7 +329,7 @@ _SHARD: tuple[Callable[[Work], None], ...] = (
     _refuse_hooks,  # while parameters are the user's, which have the hooks
     lambda work: refuse_shards(),  # before anybody can read a number of a shard, or set its data
     lambda work: refuse_flop_counts(),  # before a step can begin
-    _share_values,  # while parameters are whole, and complex ones complex
+    share_values,  # while parameters are whole, and complex ones complex
     _make_contiguous,  # before FSDP2, which refuses others
     _store_as_pairs,  # before parameters are grouped by dtype
     _split_spectral_weights,  # these are sharded over fewer ranks, before the others are grouped

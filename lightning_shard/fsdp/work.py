@@ -1,14 +1,16 @@
 """A module on its way through the steps of parallelize."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.fsdp.options import ShardingOptions
+from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh
+from lightning_shard.tensor.tensor import DomainTensor
 
 Moved = dict[nn.Parameter, nn.Parameter]
 
@@ -82,3 +84,16 @@ class Running:
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
+
+
+def share_values(work: Work) -> None:
+    """Copy parameters and buffers of the first rank to all others."""
+    copy_all_from_first((*work.module.parameters(), *work.module.buffers()), work.group)
+
+
+def copy_all_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Give tensors the values that they have on the first rank of a group."""
+    for tensor in tensors:
+        # a buffer that a step has made a split field has parts, which are not alike
+        if not tensor.is_meta and not isinstance(tensor, DomainTensor):
+            copy_from_first(tensor, group)

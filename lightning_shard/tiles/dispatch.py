@@ -209,7 +209,7 @@ def _places(value: Any) -> Any:
 def _reshaped(view: Function, x: TileTensor, *args: Any, **kwargs: Any) -> Tensor:
     """Change the shape in place: the same Python object holds what `view` gives from now on."""
     refuse_write(x)
-    made = view(x, *args, **kwargs)
+    made: Any = view(x, *args, **kwargs)
     if not isinstance(made, TileTensor):
         raise UnsupportedOperationError(
             "a row of all tiles is a copy, which cannot take the place of the field; call the "

@@ -150,7 +150,7 @@ def _cut(source: Operand, shape: Sequence[int]) -> Operand:
     return source
 
 
-# of the others the result lies row by row
+# results of the others lie row by row
 _LIKE_A_CLONE = {torch.index_fill, Tensor.index_fill, torch.put, Tensor.put}
 
 
