@@ -80,6 +80,10 @@ class Domain:
         """
         return nullcontext()
 
+    def at_end(self, write: Callable[[], None]) -> None:
+        """Write plain tensors once the operation has its place in the caller's graph."""
+        write()
+
     @property
     def ranks(self) -> list[int]:
         """The ranks of the domain in the default process group."""

@@ -49,6 +49,7 @@ class Crew:
         draws: The number of draws that each tile has made in the job.
         answers: The decisions of rules of the job that depend on memory.
         asked: The number of answers that each tile was given.
+        at_end: What the job leaves to be written at the end of the operation.
     """
 
     def __init__(self, tiles: int, mover: Mover | None = None) -> None:
@@ -58,6 +59,7 @@ class Crew:
         self.draws = [0] * tiles
         self.answers: list[bool] = []
         self.asked = [0] * tiles
+        self.at_end: list[Callable[[], None]] = []
         self._wake = [threading.Lock() for _ in range(tiles)]
         for lock in self._wake:
             lock.acquire()
@@ -91,7 +93,7 @@ class Crew:
             StuckError: Tiles exchange different things.
         """
         with self._as_owner(reads):
-            self.joins, self._has_met = joins, False
+            self.joins, self._has_met, self.at_end = joins, False, []
             before, given = self.exchanges, list[Any]([None] * self.tiles)
 
             def begin(tile: int) -> None:

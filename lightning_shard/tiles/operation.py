@@ -95,6 +95,7 @@ class Call:
         self.roots: list[Root] = []
         self.outputs: list[Output] = []
         self._in_turns = False
+        self._at_end: list[Callable[[], None]] = []
         roots = [self._begun(each) if records else None for each in inputs]
         self._starts = [
             None if root is None else self._start(tensor, root)
@@ -117,6 +118,7 @@ class Call:
         given, has_met, self._in_turns = self.tiles.crew.run(
             job, joins=joins and not is_lazy, reads=self._reads()
         )
+        self._at_end = self.tiles.crew.at_end
         for root in self.roots if has_met else ():
             root.crosses = True
         self._starts.clear()
@@ -184,9 +186,13 @@ class Call:
         self._add(self.target, locals_, [part.layout for part in self.target.parts])
 
     def enter(self) -> None:
-        """Enter what the operation gave into the caller's graph."""
-        if not self.outputs:
-            return
+        """Enter what the operation gave into the caller's graph, and write what it left."""
+        if self.outputs:
+            self._enter()
+        for write in self._at_end:
+            self.tiles.crew.run_for_all(write, 0)
+
+    def _enter(self) -> None:
         tensors = [each.tensor for each in self.outputs]
         inputs, writes = [root.input for root in self.roots], -1
         target, extra = self.target, 0

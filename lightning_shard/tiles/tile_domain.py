@@ -141,6 +141,10 @@ class TileDomain(Domain):
         """Give the answer of the tile that was asked first, which all give of one process."""
         return self.decides(question)
 
+    def at_end(self, write: Callable[[], None]) -> None:
+        """Leave a write to the caller of the operation."""
+        self.crew.at_end.append(write)
+
     def drawing(
         self, generator: torch.Generator | None, device: torch.device
     ) -> AbstractContextManager[None]:

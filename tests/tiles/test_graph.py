@@ -79,6 +79,19 @@ def checkpointed(net: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("after", [[], [nn.ReLU()]], ids=["end", "middle"])
+def test_running_statistics_of_a_checkpointed_block(norm, reentrant, after):
+    """torch ends the second run at the last tensor that autograd keeps: of some norms too early."""
+    blocks = [nn.Sequential(norm(3, track_running_stats=True), *after).double() for _ in range(2)]
+    x = field(2, 3, 7, 5)
+    for block, each in zip(blocks, (x, cut(x)), strict=True):
+        y: Any = checkpoint(block, each.requires_grad_(), use_reentrant=reentrant)
+        y.square().mean().backward()
+    torch.testing.assert_close(blocks[1].state_dict(), blocks[0].state_dict())
+
+
 def custom(net: nn.Module, x: Tensor) -> Tensor:
     loss = Square.apply(net(x)).mean()
     loss.backward()

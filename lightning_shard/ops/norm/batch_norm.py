@@ -1,6 +1,7 @@
 """Batch, instance and group norms: which values of the global tensor share their moments."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,8 @@ def instance_norm(
         for buffer, value in ((running_mean, mean), (running_var, unbiased)):
             if buffer is not None:
                 total = sum_over(x, value.view(samples, channels).sum(0), [0])
-                update_running(x.domain, buffer, _all_channels(x, total / x.shape[0]), momentum)
+                now = x.domain, buffer, _all_channels(x, total / x.shape[0]), momentum
+                x.domain.at_end(partial(update_running, *now))
         return x.like(result)
 
     return after(normalize_groups(x.local, weight, bias, groups), noted)
