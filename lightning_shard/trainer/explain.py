@@ -9,6 +9,11 @@ from torch.optim import Optimizer
 from lightning_shard.domain.errors import UnsupportedOperationError
 
 _WHOLE = "sharding='none' keeps parameters whole on each rank, and then this runs as under DDP. "
+_NO_FUNCTION = _WHOLE + (
+    "Or: torch has no such function for sharded parameters and gradients, which ModelPruning and "
+    "parameters_to_vector flatten, so call it on p.full_tensor() or p.grad.full_tensor(), which "
+    "are whole on every rank."
+)
 _BY_MESSAGE = {
     "got mixed torch.Tensor and DTensor": _WHOLE + (
         "Or: a parameter, or its gradient, was used where each rank holds a shard of it. Outside "
@@ -16,10 +21,8 @@ _BY_MESSAGE = {
         "model.mark_forward_method('name'), or read and write parameters inside `with "
         "lightning_shard.whole_parameters(module):`."
     ),
-    "does not have a sharding strategy registered": _WHOLE + (
-        "Or: torch has no such function for sharded parameters and gradients, so call it on "
-        "p.full_tensor() or p.grad.full_tensor(), which are whole on every rank."
-    ),
+    "does not have a sharding strategy registered": _NO_FUNCTION,
+    "Sharding propagation failed": _NO_FUNCTION,
     "appears to not have been used in the graph": (
         "If it is a parameter: " + _WHOLE + "Or: in a step the parameters of a block are whole "
         "while the block runs only, and torch.autograd.grad finds no shard; with "
@@ -28,10 +31,6 @@ _BY_MESSAGE = {
     ".numpy() is not supported for tensor subclasses": _WHOLE + (
         "Or: sharded parameters and gradients have no array: write p.full_tensor().numpy() or "
         "p.grad.full_tensor().numpy() on all ranks."
-    ),
-    "would remove or reshape sharded dimension": _WHOLE + (
-        "Or: sharded parameters or gradients were flattened, as ModelPruning and "
-        "torch.cat([p.flatten() ...]) do, which torch refuses."
     ),
     "cannot compute the infinity norm on an empty tensor": _WHOLE + (
         "Or: torch finds no largest number of a gradient of which a rank has no part; clip by "

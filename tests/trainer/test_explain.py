@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_shard import UnsupportedOperationError
@@ -41,6 +42,39 @@ def test_a_refusal_of_ours_has_no_note_of_the_optimizer():
     with pytest.raises(RuntimeError, match="sharding='none' keeps parameters whole") as caught:
         fit_sharded(write, (2,), strategy={"sharding": "full"})
     assert not any("optimizer" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+class WithHook(Featured):
+    """Reads gradients in a hook."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def on_after_backward(self):
+        self.log("found", self.read([p.grad for p in self.parameters()]))
+
+
+def some_elements(gradients):
+    weight = next(g for g in gradients if g.ndim == 4)
+    return weight[weight > 0].sum()
+
+
+@pytest.mark.spmd(2)
+def test_a_function_that_torch_lacks_for_shards():
+    with pytest.raises(RuntimeError) as caught:
+        fit_sharded(WithHook(some_elements), (2,), strategy={"sharding": "full"})
+    (note,) = caught.value.__notes__
+    assert note.startswith("sharding='none' keeps parameters whole on each rank")
+    assert "p.grad.full_tensor()" in note
+
+    def in_whole(gradients):
+        return some_elements([g.full_tensor() if isinstance(g, DTensor) else g for g in gradients])
+
+    ways = (WithHook(in_whole), "full"), (WithHook(some_elements), "none")
+    runs = [fit_sharded(module, (2,), strategy={"sharding": mode}) for module, mode in ways]
+    found, expected = (run.callback_metrics["found"] for run in runs)
+    torch.testing.assert_close(found, expected)
 
 
 class InNumPy(torch.optim.SGD):
