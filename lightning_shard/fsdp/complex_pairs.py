@@ -32,14 +32,16 @@ class _ComplexView(Mixin):
 
 
 def store_as_pairs(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace each complex parameter under `root` by a pair of real ones; shared ones stay shared.
+    """Replace each complex parameter that has dims by a pair of real ones; shared stay shared.
 
     Returns:
         The new parameter of each that was replaced.
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in list(root.modules()):
-        names = [n for n, p in own_parameters(module).items() if p is not None and p.is_complex()]
+        own = own_parameters(module).items()
+        # one without dims stays whole, for FSDP2 would part its two numbers
+        names = [n for n, p in own if p is not None and p.is_complex() and p.ndim]
         for name in names:
             old = own_parameters(module)[name]
             assert old is not None

@@ -91,6 +91,35 @@ def test_parallelize_shards_parameters_and_averages(domain):
         torch.testing.assert_close(gradient, grads[name], rtol=1e-4, atol=1e-5)
 
 
+class Turned(nn.Module):
+    """A complex parameter without dims."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+        self.turn = nn.Parameter(torch.tensor(0.5 + 2j, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (self.conv(x) * self.turn).abs()
+
+
+@pytest.mark.spmd(2)
+def test_a_complex_parameter_without_dims_stays_whole():
+    nets, x, mesh = [Turned(), Turned()], torch.randn(2, 2, 7, 5), make_mesh("cpu", 1, (2,))
+    lightning_shard.parallelize(nets[1], mesh)
+    for net, field in zip(nets, (x, lightning_shard.shard(x, mesh["domain"], 2)), strict=True):
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(field).square().mean().backward()
+            lightning_shard.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+    states = [net.state_dict() for net in nets]
+    torch.testing.assert_close(states[1]["turn"], states[0]["turn"])
+    torch.testing.assert_close(states[1]["conv.weight"].full_tensor(), states[0]["conv.weight"])
+
+
 def test_blocks_are_the_large_elements_of_lists():
     net = Net()
     assert list(blocks(net)) == list(net.blocks)
