@@ -4,6 +4,7 @@ import functools
 import operator
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.elementwise.whole_gradients import local_gradients, ranks_of
+from lightning_shard.ops.elementwise.whole_gradients import as_part, local_gradients, ranks_of
 from lightning_shard.processes.torch_private.internals import (
     storage_key,
     tree_leaves,
     tree_map_only,
 )
 from lightning_shard.tensor.gathering import gather_allowed
+from lightning_shard.tensor.mapped_rows import WrittenSlice, side_by_side
 from lightning_shard.tensor.tensor import DomainTensor
 
 _MOST_GRAPHS = 62  # results whose graphs are compared: bits of one number
@@ -43,16 +45,17 @@ def local_map(function: Callable[..., Any]) -> Callable[..., Any]:
 
     All ranks call it. While gradients are recorded they tell each other, in one small message,
     whether a result has a graph: on some ranks it may have none, as of a part without rows. There
-    the backward pass then goes on with gradients of zero.
+    the backward pass then goes on with gradients of zero. They also tell each other whether the
+    function has written into a slice, which is then written back.
 
     Args:
         function: Takes and returns plain tensors. Rows of split dims must not depend on other rows,
             and each returned tensor must keep the split dims of the first split argument; other
-            dims may change their extent.
+            dims may change their extent. Split arguments whose shapes broadcast are split alike.
 
     Returns:
-        The function for split tensors. It raises ValueError if a split dim changed its extent, or
-        if it returned other numbers of tensors on some ranks.
+        The function for split tensors. It raises ValueError if a split dim changed its extent, if
+        arguments are split differently, or if it returned other numbers of tensors on some ranks.
 
     Example:
         >>> softplus = local_map(MyKernel.apply)
@@ -61,13 +64,15 @@ def local_map(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        first = next((a for a in (*args, *kwargs.values()) if isinstance(a, DomainTensor)), None)
-        if first is None:
+        split = [a for a in (*args, *kwargs.values()) if isinstance(a, DomainTensor)]
+        if not split:
             return function(*args, **kwargs)
-        part = first.subdomain
+        parts = side_by_side([a.subdomain for a in split])
+        part, part_of = parts[0], dict(zip(map(id, split), parts, strict=True))
+        slices = [WrittenSlice(each) for each in parts if each.copied is not None]
 
         def local(value: Any) -> Any:
-            return value.to_local() if isinstance(value, DomainTensor) else value
+            return as_part(part_of[id(value)].local) if isinstance(value, DomainTensor) else value
 
         def wrapped(value: Any) -> Any:
             if isinstance(value, tuple | list):
@@ -75,14 +80,19 @@ def local_map(function: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(value, Tensor):
                 return value
             layout = _layout_of(value, part.layout)
-            if not part.is_in_order or storage_key(value) == storage_key(part.local):
-                return DomainTensor(part.like(value, layout))
+            owner = next((p for p in parts if storage_key(p.local) == storage_key(value)), None)
+            if owner is not None or not part.is_in_order:
+                copied = None if owner is None else owner.copied
+                return DomainTensor(replace(part.like(value, layout), copied=copied))
             # a part of one row shows no other order, and no rank asks the others
             return DomainTensor(part.in_rows(value.contiguous(), layout))
 
         given = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
         with local_gradients():
-            return wrapped(_with_graphs_alike(function(*given[0], **given[1]), given, part))
+            found = _with_graphs_alike(function(*given[0], **given[1]), given, part)
+        for each in slices:
+            each.write_back()
+        return wrapped(found)
 
     return mapped
 
