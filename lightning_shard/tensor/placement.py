@@ -46,16 +46,25 @@ def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int
         `torch.tensor_split`.
 
     Raises:
-        ValueError: `dims` does not fit the mesh or the tensor; or the ranks hold different ones.
+        ValueError: `dims` does not fit the mesh or the tensor; or the ranks hold different ones; or
+            it is split already.
+        TypeError: It is no tensor.
     """
+    _refuse_all_but_plain(tensor, "shard")
     if isinstance(mesh, LocalMesh):
         return mesh.cut(tensor, dims)
     known = type(tensor) in (Tensor, Rows) or dispatches(type(tensor))
     plain = tensor if known else tensor.as_subclass(Tensor)
     domain, facts = domain_of(mesh), [*plain.shape, plain.dtype]
-    if not are_alike([*facts, *plain.stride()], domain):
+    place = [*facts, splits_of(plain.ndim, domain.grid.sizes, dims)]
+    if not are_alike([*place, *plain.stride()], domain):
         if not are_alike(facts, domain):
             raise ValueError(_OTHERS.format(domain.ranks, "shapes or dtypes"))
+        if not are_alike(place, domain):
+            raise ValueError(
+                f"the ranks {domain.ranks} share the tensor that is split, but split other dims of "
+                f"it, here {dims}; give the same dims on all of them."
+            )
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     if first_different([plain], domain) is not None:
         raise ValueError(_OTHERS.format(domain.ranks, "values"))
@@ -98,8 +107,10 @@ def from_local(
 
     Raises:
         ValueError: `local` is not this rank's part of a tensor of `shape`, or the parts do not make
-            up a whole.
+            up a whole, or it is split already.
+        TypeError: It is no tensor.
     """
+    _refuse_all_but_plain(local, "from_local")
     domain = domain_of(mesh)
     if shape is None:
         splits = splits_of(local.ndim, domain.grid.sizes, dims)
@@ -135,6 +146,20 @@ def part_from(
     return Subdomain(local, layout, domain)
 
 
+def _refuse_all_but_plain(tensor: object, function: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{function} takes a tensor; got {type(tensor).__name__}. Make one of it by "
+            "torch.as_tensor."
+        )
+    if is_field(tensor):
+        raise ValueError(
+            f"{function} takes a plain tensor, but this one of shape {tuple(tensor.shape)} is "
+            f"split already, along dims {list(dims_split_in(tensor))}; use it as it is, or make it "
+            "whole by lightning_shard.gather before."
+        )
+
+
 def _agreed(local: Tensor, layout: Layout, domain: Domain) -> Subdomain:
     """Wrap the part of which the ranks agree how the whole lies, and whether it has a graph.
 
@@ -145,8 +170,15 @@ def _agreed(local: Tensor, layout: Layout, domain: Domain) -> Subdomain:
     strides: Strides | None = layout.strides
     if not local.is_contiguous():
         strides = of_whole(layout.local_shape, local.stride(), layout)
-    own = [*(strides or [-1] * layout.ndim)]
+    facts = [local.dtype, layout.dims]
+    own = [*facts, *(strides or [-1] * layout.ndim)]
     if not are_alike([*own, int(local.requires_grad)], domain):
+        if not are_alike(facts, domain):
+            raise ValueError(
+                f"the ranks {domain.ranks} have parts of one tensor, but say different dtypes, "
+                f"global shapes or dims of it, here {local.dtype} and {layout}; give the same on "
+                "all of them."
+            )
         if not are_alike(own, domain):
             local, strides = local.contiguous(), layout.strides
         some_graph = domain.any_says(lambda: local.requires_grad, device_of(domain))

@@ -110,3 +110,35 @@ def test_results_of_local_map_that_lie_otherwise(lay, rows):
     y = local_map(lambda part: LAY[lay](part + 1))(x)
     y.flatten(1).mul_(2)
     assert_same(gather(y), 2 * (FIELD[:, :, :rows] + 1))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("fact", ["dtype", "shape", "dims"])
+def test_parts_of_different_tensors_are_refused(fact):
+    """Their bytes would be read as another dtype, or as rows of another place."""
+    last = dist.get_rank() == 2
+    local, shape, dims = own_rows().float(), SHAPE, 2
+    if last and fact == "dtype":
+        local = local.view(torch.int32)  # messages of as many bytes
+    if last and fact == "shape":
+        shape = (2, 3, 8, 4)  # the last rank has as many rows
+    if last and fact == "dims":
+        local, dims = torch.zeros(2, 3, 7, 1), 3
+    with pytest.raises(ValueError, match="different dtypes, global shapes or dims"):
+        from_local(local, mesh_of(3), dims, shape)
+
+
+@pytest.mark.spmd(3)
+def test_other_dims_on_one_rank_are_refused():
+    with pytest.raises(ValueError, match="give the same dims on all"):
+        shard(FIELD, mesh_of(3), 2 if dist.get_rank() else 3)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("function", [shard, from_local])
+def test_what_is_no_plain_tensor_is_refused(function):
+    split = shard(FIELD, mesh_of(3), 2)
+    with pytest.raises(ValueError, match="split already, along dims"):
+        function(split, mesh_of(3), 3)
+    with pytest.raises(TypeError, match=r"torch\.as_tensor"):
+        function(FIELD.numpy(), mesh_of(3), 2)
