@@ -117,7 +117,10 @@ class ShardingOptions:
                     "the names of a network's operators, such as aten::addmm."
                 )
         if isinstance(self.activation_offload, str):
-            bytes_of(self.activation_offload, "activation_offload")
+            try:
+                bytes_of(self.activation_offload, "activation_offload")
+            except ValueError as err:
+                raise ValueError(f"{err} Names of classes come in a list.") from None
         if self.activation_offload and self.compile_blocks:
             raise ValueError(
                 "activation_offload cannot move what compile_blocks keeps inside of a graph; give "

@@ -11,10 +11,7 @@ def bytes_of(size: str, name: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE)
     if found is None:
-        raise ValueError(
-            f'{name} must be a size such as "8GB" or "500MiB"; got {size!r}. Names of classes come '
-            "in a list."
-        )
+        raise ValueError(f'{name} must be a size such as "8GB" or "500MiB"; got {size!r}.')
     number, unit, is_binary = found.groups()
     return int(float(number) * (1024 if is_binary else 1000) ** " kmgt".index(unit.lower() or " "))
 

@@ -382,7 +382,7 @@ def test_refuses_what_it_cannot() -> None:
         plan(Stranger(), loader(), tiles=2, activation_offload=True)
     with pytest.raises(ValueError, match="give a directory that exists"):
         TiledStrategy(2, tile_memory="/nowhere/at/all")
-    with pytest.raises(ValueError, match=r"tile_budget must be a size such as \"8GB\""):
+    with pytest.raises(ValueError, match=r"tile_budget must be a size such as .* got 'much'\.$"):
         TiledStrategy(2, tile_budget="much")
     train(InPlace())  # hooks write into the batch once
     train(Locked())  # nothing is copied
