@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_shard.data.atomic import remove
+from lightning_shard.data.atomic import partial_of, put_in_place, remove
 from lightning_shard.data.failing_later import FailingLater
 from lightning_shard.data.file_field import Read
 from lightning_shard.data.readers.opened import OpenFile, optional
@@ -262,8 +262,10 @@ def unset(dtype: np.dtype) -> Any:
 def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
     """Write samples block by block, so that they need not fit into memory.
 
+    The file gets its name when all is written. One that was there before is replaced then.
+
     Args:
-        path: A new HDF5 file or Zarr group.
+        path: The HDF5 file or Zarr group.
         count: The number S of all samples.
         blocks: Some samples at a time: for each array its name and `(samples, C, *spatial)`.
 
@@ -275,18 +277,22 @@ def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.
     path = Path(path)
     _refuse_other_ends(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_of(path)
     try:
-        _write_fields(path, count, blocks)
+        _write_fields(partial, path, count, blocks)
+        put_in_place(partial, path)
     except BaseException:
-        remove(path)  # it would be read, with zeros
+        remove(partial)
         raise
 
 
-def _write_fields(path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
+def _write_fields(
+    partial: Path, path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]
+) -> None:
     if path.suffix not in HDF5:
-        _fill(_library(path).open_group(path, mode="w"), path, count, blocks)
+        _fill(_library(path).open_group(partial, mode="w"), path, count, blocks)
         return
-    with FailingLater(path, "w+") as file:
+    with FailingLater(partial, "w+") as file:
         with _library(path).File(file, "w", libver="latest") as root:
             _fill(root, path, count, file.watch(blocks))
         file.check()

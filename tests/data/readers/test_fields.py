@@ -19,7 +19,14 @@ from torch.utils.data import DataLoader, default_collate
 from zarr.storage import LocalStore
 
 import lightning_shard
-from lightning_shard import DomainTensor, FieldDataset, HybridShardStrategy, slab_of, write_fields
+from lightning_shard import (
+    DomainTensor,
+    FieldDataset,
+    FieldFile,
+    HybridShardStrategy,
+    slab_of,
+    write_fields,
+)
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch
@@ -374,3 +381,16 @@ def test_arrays_that_are_no_fields(tmp_path):
         FieldDataset(tmp_path / "x.h5", ["x"])
     with pytest.raises(ValueError, match=r"holds values of \|S3, which are no numbers"):
         FieldDataset(tmp_path / "x.h5", ["words"])[0]
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_a_file_that_was_there_stays_until_another_is_whole(tmp_path, suffix):
+    path, x = tmp_path / f"x{suffix}", np.ones((2, 1, 8, 8), "f4")
+    index = (slice(0, 1), slice(0, 8), slice(0, 8))
+    write_fields(path, 2, [{"x": x}])
+    with pytest.raises(ValueError, match="2 of 3 samples"):
+        write_fields(path, 3, [{"x": 2 * x}])
+    assert (FieldFile(path).read("x", 1, index) == 1).all()
+    write_fields(path, 2, [{"x": 3 * x}])
+    assert (FieldFile(path).read("x", 1, index) == 3).all()
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
