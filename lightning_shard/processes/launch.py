@@ -169,11 +169,11 @@ def _first_failure(ranks: ProcessContext, task: _Task, shown: list[Stream]) -> E
             rank = running.pop(ready)
             processes[rank].join()
             if not task.result(rank).exists() or processes[rank].exitcode:
-                return _failure(ranks, rank)
+                return _failure(ranks, rank, task)
     return None
 
 
-def _failure(ranks: ProcessContext, rank: int) -> Exception:
+def _failure(ranks: ProcessContext, rank: int, task: _Task) -> Exception:
     """Make the error of the rank that failed first: ranks that lose a peer fail in turn."""
     _join(ranks, FAIL_S)
     processes, files, pids = _processes(ranks), _error_files(ranks), ranks.pids()
@@ -185,7 +185,9 @@ def _failure(ranks: ProcessContext, rank: int) -> Exception:
         return ProcessExitedException(text, died[0], pids[died[0]], code)
     first = min(failed, key=lambda r: files[r].stat().st_mtime_ns)
     traceback = pickle.loads(files[first].read_bytes())
-    text = f"rank {first} failed, so all ranks were ended:\n\n{traceback}"
+    returned = [rank for rank in range(task.processes) if task.result(rank).exists()]
+    left = f" (ranks {returned} had returned by then)" if returned else ""
+    text = f"rank {first} failed, so all ranks were ended{left}:\n\n{traceback}"
     return ProcessRaisedException(text, first, pids[first])
 
 

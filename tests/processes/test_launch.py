@@ -134,6 +134,15 @@ def test_error_of_a_rank_is_raised_here():
     assert "in body" in str(caught.value)
 
 
+def test_ranks_that_had_returned_are_named():
+    def body():
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(ProcessRaisedException, match=r"rank 0 failed.* \(ranks \[1\] had returned"):
+        launch(body)
+
+
 def test_death_of_a_rank_is_raised_here():
     def body():
         if dist.get_rank() == 1:
