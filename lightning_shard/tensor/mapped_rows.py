@@ -1,4 +1,4 @@
-"""Looks after what a function of parts assumes: that their rows meet, and that writes are seen."""
+"""Gives a function of parts the same rows of all its arguments, and brings back what it writes."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -21,9 +21,9 @@ def side_by_side(parts: Sequence[Subdomain]) -> list[Subdomain]:
     Raises:
         ValueError: Two of them are split along different dims, or over different ranks.
     """
-    if not _meet(parts):
+    if not _are_alike(parts):
         parts = [_in_one_order(part) for part in parts]
-    if not _meet(parts):
+    if not _are_alike(parts):
         shown = "; ".join(
             f"shape {part.shape}, dims {part.layout.split_dims} over mesh axes "
             f"{tuple(part.layout.axes(d) for d in part.layout.split_dims)} of ranks "
@@ -39,15 +39,15 @@ def side_by_side(parts: Sequence[Subdomain]) -> list[Subdomain]:
     return list(parts)
 
 
-def _meet(parts: Sequence[Subdomain]) -> bool:
+def _are_alike(parts: Sequence[Subdomain]) -> bool:
     """Return whether all pairs of parts that broadcast are split alike."""
     first = parts[0]
     if all(p.domain is first.domain and p.layout == first.layout for p in parts):
         return True
-    return all(_pair_meets(a, b, of_result=a is first) for a, b in combinations(parts, 2))
+    return all(_pair_is_alike(a, b, of_result=a is first) for a, b in combinations(parts, 2))
 
 
-def _pair_meets(a: Subdomain, b: Subdomain, *, of_result: bool) -> bool:
+def _pair_is_alike(a: Subdomain, b: Subdomain, *, of_result: bool) -> bool:
     extents = [*zip(reversed(a.shape), reversed(b.shape), strict=False)]
     if any(m != n and 1 not in (m, n) for m, n in extents):
         return True  # they do not broadcast, so the function pairs their rows in its own way

@@ -49,7 +49,7 @@ class Crew:
         draws: The number of draws that each tile has made in the job.
         answers: The decisions of rules of the job that depend on memory.
         asked: The number of answers that each tile was given.
-        at_end: What the job leaves to be written at the end of the operation.
+        at_end: The writes that the job leaves for the end of the operation.
     """
 
     def __init__(self, tiles: int, mover: Mover | None = None) -> None:
