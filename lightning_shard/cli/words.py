@@ -104,8 +104,15 @@ def _check_plan(options: argparse.Namespace) -> None:
         raise UsageError(
             "--offload takes the mesh of the config and rates; leave out --best and --measure"
         )
-    if options.output is not None and options.output.is_file():
-        raise UsageError(f"--output '{options.output}' is a file; give a folder")
+    if options.output is not None:  # made now, before a search of minutes
+        if options.output.is_file():
+            raise UsageError(f"--output '{options.output}' is a file; give a folder")
+        try:
+            options.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--output '{options.output}' cannot be made: {error.strerror}; give another folder"
+            ) from None
     with as_usage_error(ValueError):
         options.cluster = read_cluster(options.cluster, options.price)
 

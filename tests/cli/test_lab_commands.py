@@ -151,6 +151,7 @@ def test_plan_of_a_mesh_on_a_cluster(capfd):
         (["--cluster=8x8xH10O"], "'H10O' is no known device; did you mean 'H100'?"),
         (["--cluster=8xH100", "--price=cheap"], "--price: invalid float value: 'cheap'"),
         (["--best", "--cluster=8xH100", f"--output={__file__}"], "is a file; give a folder"),
+        (["--best", "--cluster=8xH100", f"--output={__file__}/a"], "Not a directory; give another"),
         (["--cluster=8xH100", "--price=-1"], "the price of a device and hour must be larger"),
     ],
 )

@@ -267,7 +267,8 @@ def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.
     Args:
         path: The HDF5 file or Zarr group.
         count: The number S of all samples.
-        blocks: Some samples at a time: for each array its name and `(samples, C, *spatial)`.
+        blocks: Some samples at a time: for each array its name and `(samples, C, *spatial)`, of
+            NumPy or a tensor on the CPU.
 
     Raises:
         OSError: It cannot be written, for example on a full disk.
@@ -300,7 +301,8 @@ def _write_fields(
 
 def _fill(root: Any, path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
     start, kinds = 0, dict[str, Any]()
-    for block in blocks:
+    for given in blocks:
+        block = {name: np.asarray(values) for name, values in given.items()}
         found = {name: (values.shape[1:], values.dtype) for name, values in block.items()}
         sizes = {len(values) for values in block.values()}
         kinds = kinds or found

@@ -299,6 +299,12 @@ def test_files_that_cannot_be_read(tmp_path, suffix):
     assert FieldDataset(path, {"field": "x"})[1]["field"].equal(torch.ones(1, 8, 8))
 
 
+def test_tensors_are_written_as_arrays(tmp_path):
+    path, values = tmp_path / "fields.zarr", torch.arange(12.0).reshape(2, 1, 2, 3)
+    write_fields(path, 2, [{"x": values}])
+    assert FieldDataset(path, ["x"])[1]["x"].equal(values[1])
+
+
 def test_blocks_that_are_gone_are_no_zeros(tmp_path):
     path = tmp_path / "fields.zarr"
     write_fields(path, 2, [{"x": np.ones((2, 1, 8, 8), "f4")}])
