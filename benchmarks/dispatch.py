@@ -192,7 +192,7 @@ def _no_wire() -> Any:
 
     def zeros(filled: Tensor, *args: Any, **kwargs: Any) -> Any:
         filled.zero_()  # what memory held before may be numbers that are slow to compute with
-        return mock.Mock() if kwargs.get("async_op") else None  # of which nobody need wait
+        return mock.Mock() if kwargs.get("async_op") else None  # no work to wait for
 
     names = ("all_to_all_single", "all_gather_into_tensor", "all_reduce")
     with contextlib.ExitStack() as patched:

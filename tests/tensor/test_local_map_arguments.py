@@ -16,7 +16,7 @@ def double(x):
 
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("rows", [6, 7])
-def test_rows_of_a_flattened_dim_meet_those_of_a_plain_one(rows):
+def test_rows_of_a_flattened_dim_are_paired_with_those_of_a_plain_one(rows):
     def function(x, y):
         return add(x.flatten(1), y), add(y, x.flatten(1))
 
