@@ -54,3 +54,23 @@ def test_is_guarded_where_the_thread_that_talks_to_the_store_begins_late() -> No
         [sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=90, check=True
     )
     assert told.stdout.strip() == "['failure-guard']", told.stderr
+
+
+ASKS = """
+import contextlib, datetime
+import torch.distributed as dist
+from lightning_shard.processes.failures.store_thread import StoreThread
+
+store = dist.TCPStore("127.0.0.1", 0, 1, True)
+talk = StoreThread(lambda: None, every_s=1)
+with contextlib.suppress(TimeoutError):
+    talk.ask(lambda: store.wait(["never"], datetime.timedelta(seconds=0.1)), 0.05)
+talk.close()
+"""
+
+
+def test_a_process_ends_as_it_should_while_the_store_is_still_asked() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", ASKS], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert told.returncode == 0, told.stderr

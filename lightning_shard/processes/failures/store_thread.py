@@ -3,6 +3,7 @@
 An operation on a dead connection never returns.
 """
 
+import atexit
 import queue
 import threading
 import time
@@ -86,3 +87,7 @@ class StoreThread:
         while not self._closed.wait(0.05):
             while not self._tasks.empty():
                 self._tasks.get()[1].set_exception(RuntimeError("the store has ended"))
+
+
+# after all else: Python aborts a process that ends while a thread of it is inside of torch
+atexit.register(StoreThread.end_all)
