@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 ONECCL = "oneccl_bindings_for_pytorch"
 
-COLLECTIVE_KERNELS = ("nccl", "oneccl")  # how their names begin in a trace of a device
-
 
 @dataclass(frozen=True)
 class Rates:

@@ -25,7 +25,7 @@ from lightning_shard.lightning import (
 from lightning_shard.processes.agreement import Check, agree, next_name, only_wait
 from lightning_shard.processes.device import default_backend, device_of, sees_own_device_only
 from lightning_shard.processes.failures.lone_waits import watch_lone_waits
-from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sizes_of, sub_mesh
+from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sub_mesh
 from lightning_shard.processes.process_info import process_info
 from lightning_shard.processes.start import join
 from lightning_shard.processes.store import store_of_attempt
@@ -120,12 +120,6 @@ class ProcessMesh:
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same part of different samples; None before the mesh is made."""
         return None if self.mesh is None else sub_mesh(self.mesh, ("data",)).get_group()
-
-    @property
-    def mesh_sizes(self) -> dict[str, int]:
-        """The number of ranks along each axis of the mesh, by name."""
-        assert self.mesh is not None, "the processes have not joined yet"
-        return sizes_of(self.mesh)
 
     def replica(self, rank: int) -> int:
         """Return the data replica of this process, whose global rank is `rank`."""

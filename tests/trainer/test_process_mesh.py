@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_shard import DisagreementError, HybridShardStrategy
+from lightning_shard.processes.mesh import sizes_of
 from lightning_shard.processes.torch_private.internals import open_groups
 from lightning_shard.trainer.host import FabricScriptLauncher, SubprocessScriptLauncher
 from lightning_shard.trainer.process_mesh import (
@@ -59,19 +60,21 @@ def test_places_before_there_is_a_mesh():
 )
 def test_mesh_and_places_on_it(sizes, mesh):
     processes = joined(*sizes)
-    assert processes.mesh_sizes == mesh
+    made = processes.mesh
+    assert made is not None
+    assert sizes_of(made) == mesh
     rank, domain = dist.get_rank(), processes.domain_size
     assert (processes.replica(rank), processes.domain_rank(rank)) == divmod(rank, domain)
     assert dist.get_world_size(processes.data_group) == 4 // domain
     assert processes.domain_mesh.size() == domain
-    made = processes.mesh
     assert processes.arrange(CPU, per_node=4) is made
 
 
 @pytest.mark.spmd(4)
 def test_parameters_shared_within_a_part_of_the_processes():
-    assert joined("auto", 1, shard_size=2).mesh_sizes == {"replicate": 2, "shard": 2, "domain": 1}
-    assert joined("auto", 1, shard_size="node").mesh_sizes["shard"] == 4
+    halves = joined("auto", 1, shard_size=2)
+    assert sizes_of(halves.mesh) == {"replicate": 2, "shard": 2, "domain": 1}
+    assert sizes_of(joined("auto", 1, shard_size="node").mesh)["shard"] == 4
 
 
 @pytest.mark.spmd(4)
