@@ -137,6 +137,8 @@ def _possible(training: Training) -> Training:
         changed |= {"accumulate": 1, "averaging": "none", "scheduled": False, "finetuning": False}
     elif training["scheduled"]:
         changed["accumulate"] = 1
+    if training["stages"] == ("fit",):  # a second fit finds what the scheduler has set
+        changed["scheduled"] = False
     return changed
 
 
