@@ -32,7 +32,7 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     Raises:
         UnsupportedOperationError: There is no rule, or it does not serve this call.
-        ValueError: Fields are in different tiles.
+        ValueError: Fields were cut by two objects of `Tiles`.
     """
     if in_transform():
         raise SplitInTransform(in_tiles=True)

@@ -62,11 +62,14 @@ class Inputs:
         """The tiles of the fields.
 
         Raises:
-            ValueError: Fields are in different tiles.
+            ValueError: Fields were cut by two objects of `Tiles`.
         """
         first, *others = self.fields
         if any(x.tiles is not first.tiles for x in others):
-            raise ValueError("fields in different tiles meet in one call; cut them alike.")
+            raise ValueError(
+                "the fields of one call were cut by two objects of Tiles; cut all fields of a "
+                "computation by one: tiles = Tiles(8), shard(x, tiles, 2), shard(y, tiles, 2)."
+            )
         return first.tiles
 
     @property

@@ -28,7 +28,8 @@ aten = torch.ops.aten
 class Tiles(LocalMesh):
     """The tiles of one device, in the place of a mesh: `shard(x, Tiles(8), 2)`.
 
-    Operations on a field in tiles run for all of them, one after the other, in this process.
+    Operations on a field in tiles run for all of them, one after the other, in this process. All
+    fields of a computation are cut by one object.
 
     Args:
         sizes: The number of tiles, or the number along each axis of their grid.
