@@ -51,10 +51,6 @@ def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Ten
 
 def add_to_owners(y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Send each piece of `y` back along `route`; the owners, of `rows` rows each, add them up."""
-    here = joining(group)
-    if here is not None:
-        value = in_memory(y), route, rows
-        return here.together(value, partial(together.added_to_owners, dim=dim))
     return _ExchangeAdjoint.apply(with_tangent(y), dim, rows, route, group)
 
 

@@ -98,23 +98,6 @@ def exchanged(values: Sequence[tuple[Tensor, Route]], dim: int, *, moves: bool) 
     return [rows_of(sources, place) for place in range(len(values))]
 
 
-def added_to_owners(values: Sequence[tuple[Tensor, Route, int]], dim: int) -> list[Tensor]:
-    """`comm.add_to_owners` for all members: the rows of each, summed over what comes back."""
-    found: list[Tensor] = []
-    for y, _, rows in values:
-        shape = [*y.shape]
-        shape[dim] = rows
-        found.append(y.new_zeros(shape).contiguous(memory_format=format_of(y)))
-    for (y, _, _), reads in zip(
-        values, reads_of(tuple([route for _, route, _ in values])), strict=True
-    ):
-        pieces = y.split_with_sizes([size for _, _, size in reads], dim)
-        for (peer, start, size), piece in zip(reads, pieces, strict=True):
-            if size:
-                found[peer].narrow(dim, start, size).add_(piece)
-    return found
-
-
 def summed(values: Sequence[Tensor]) -> list[Tensor]:
     """`comm.all_reduce` for all members: the sum, each in memory of its own."""
     total = values[0]
