@@ -3,8 +3,10 @@
 Shapes: C channels, X x Y x Z voxels, in the order of the file.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ class VolumeFile:
             raise ValueError(f"{path} must have 3 dims, or 4 with channels; got {stored}.")
         self.shape = (*stored[3:], *stored[:3]) if len(stored) == 4 else (1, *stored)
         self.affine = np.asarray(self._image.affine)
+        self.orientation = nibabel.aff2axcodes(self.affine)
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Read the part at an index (C, X, Y, Z), such as `slab.index`, scaled as the file says.
@@ -81,8 +84,9 @@ class VolumeDataset(Dataset[dict[str, Any]]):
 
     Args:
         files: The files of each key of a sample, one for each sample, or a folder of them:
-            `{"image": "imagesTr", "label": "labelsTr"}`. Files are matched by their order, which is
-            that of their names in a folder.
+            `{"image": "imagesTr", "label": "labelsTr"}`. Files are matched by their order. In a
+            folder that is the order of the words and numbers in their names, so `case_2` comes
+            before `case_10`.
         trainer: The Trainer that will use the samples, or the domain mesh of a loop of your own;
             None for whole volumes.
         labels: Keys whose values are whole numbers. They are split as the other volumes of the
@@ -92,7 +96,8 @@ class VolumeDataset(Dataset[dict[str, Any]]):
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A file is no NIfTI file, or the files of a sample do not fit together.
+        ValueError: A file is no NIfTI file, a folder lacks a file of a sample, or the files of a
+            sample do not fit together.
     """
 
     def __init__(
@@ -107,16 +112,19 @@ class VolumeDataset(Dataset[dict[str, Any]]):
         counts = {key: len(found) for key, found in self.files.items()}
         if len(set(counts.values())) != 1:
             raise ValueError(f"each key needs as many files as the others; got {counts}.")
+        _same_cases({key: files[key] for key in files if _is_folder(files[key])}, self.files)
         # by default only floating point is split; labels go with it
         split = dict.fromkeys(files, dtype) if {*files} - {*labels} else self.dtypes
         self.slabs: list[dict[str, Any]] = []
         for sample in zip(*self.files.values(), strict=True):
-            shapes = [_opened(path).shape for path in sample]
+            opened = [_opened(path) for path in sample]
+            shapes = [file.shape for file in opened]
             if len({shape[1:] for shape in shapes}) > 1:
                 raise ValueError(
                     f"the volumes of a sample must have one grid; got "
                     f"{' and '.join(f'{p} {s[1:]}' for p, s in zip(sample, shapes, strict=True))}."
                 )
+            _same_orientation([file for file in opened if isinstance(file, VolumeFile)])
             self.slabs.append(
                 {
                     key: slab_of(trainer, key, shape, split[key])
@@ -154,8 +162,64 @@ def _opened(path: Path) -> VolumeFile | ImageFile:
     return ImageFile(path) if path.name.lower().endswith(PICTURES) else VolumeFile(path)
 
 
+def _same_orientation(volumes: Sequence[VolumeFile]) -> None:
+    """Compare the directions of the axes of a sample's volumes.
+
+    Raises:
+        ValueError: They differ, so that voxels of one index lie at different places.
+    """
+    found = {"".join(map(str, v.orientation)): v.path for v in volumes}
+    if len(found) > 1:
+        raise ValueError(
+            f"the volumes of a sample must have one orientation; got "
+            f"{' and '.join(f'{path} {axes}' for axes, path in found.items())}. Write them anew by "
+            "nibabel.as_closest_canonical."
+        )
+
+
+def _same_cases(folders: Mapping[str, Any], files: Mapping[str, Sequence[Path]]) -> None:
+    """Compare the cases of folders that name some cases alike, as nnU-Net's do.
+
+    Raises:
+        ValueError: One of them has a case that another one lacks.
+    """
+    cases = {key: _cases(files[key]) for key in folders}
+    for one, other in permutations(cases, 2):
+        lacking = [n for n, case in enumerate(cases[one]) if case not in cases[other]]
+        if 0 < len(lacking) < len(cases[one]):
+            raise ValueError(
+                f"{folders[other]} has no file of the case of {files[one][lacking[0]]}, though it "
+                f"has those of others; add it, or give {one!r} and {other!r} as lists of files."
+            )
+
+
+def _cases(paths: Sequence[Path]) -> list[str]:
+    """Return the names without their ends, and without nnU-Net's number of the only channel."""
+    stems = [path.name.removesuffix(_end(path)) for path in paths]
+    channel = "_0000" if all(stem.endswith("_0000") for stem in stems) else ""
+    return [stem.removesuffix(channel) for stem in stems]
+
+
+def _order(path: Path) -> tuple[list[tuple[bool, int, str]], str]:
+    """Return the words and numbers of a name.
+
+    Cases have the same order by them whatever follows: `liver_2_0000.nii.gz` comes before
+    `liver_10_0000.nii.gz`, as `liver_2.nii.gz` before `liver_10.nii.gz`.
+    """
+    words = re.findall(r"[0-9]+|[^\W\d_]+", path.name.removesuffix(_end(path)))
+    return [(not w.isdecimal(), int(w) if w.isdecimal() else 0, w) for w in words], path.name
+
+
+def _end(path: Path) -> str:
+    return next((end for end in SUFFIXES if path.name.endswith(end)), "")
+
+
+def _is_folder(where: str | Path | Sequence[str | Path]) -> bool:
+    return isinstance(where, (str, Path)) and Path(where).is_dir()
+
+
 def _files(where: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Return files in the order given, or those of a folder in the order of their names.
+    """Return files in the order given, or those of a folder in the order of its cases.
 
     Raises:
         FileNotFoundError: There are none.
@@ -165,9 +229,9 @@ def _files(where: str | Path | Sequence[str | Path]) -> list[Path]:
     folder = Path(where)
     if not folder.is_dir():
         return [folder]
-    found = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES))
+    found = [path for path in folder.iterdir() if path.name.endswith(SUFFIXES)]
     if not found:
         raise FileNotFoundError(
             f"the folder {folder} has no file that ends in {', '.join(SUFFIXES)}; name another."
         )
-    return found
+    return sorted(found, key=_order)

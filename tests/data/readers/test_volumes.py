@@ -120,3 +120,34 @@ def test_values_that_are_no_labels_or_no_numbers(tmp_path):
     channels = np.stack([colors[name] for name in "RGB"], -1)
     nibabel.save(nibabel.Nifti1Image(channels, np.eye(4)), tmp_path / "channels.nii")
     assert VolumeDataset({"image": tmp_path / "channels.nii"})[0]["image"].shape == (3, *EXTENTS)
+
+
+def test_folders_are_matched_by_case(tmp_path):
+    numbers = (1, 2, 10)  # whose names sort otherwise than those of the labels
+    for number in numbers:
+        values = np.full(EXTENTS, number, "i2")
+        save(tmp_path / f"imagesTr/liver_{number}_0000.nii.gz", values)
+        save(tmp_path / f"labelsTr/liver_{number}.nii.gz", values)
+    files = {"image": tmp_path / "imagesTr", "label": tmp_path / "labelsTr"}
+    dataset = VolumeDataset(files)
+    found = [(float(entry["image"].max()), int(entry["label"].max())) for entry in dataset]
+    assert found == [(n, n) for n in numbers]
+    (tmp_path / "imagesTr/liver_1_0000.nii.gz").unlink()
+    (tmp_path / "labelsTr/liver_10.nii.gz").unlink()
+    with pytest.raises(ValueError, match=r"labelsTr has no file of the case of .*liver_10_0000"):
+        VolumeDataset(files)
+    lists = {key: sorted(path.iterdir()) for key, path in files.items()}
+    assert len(VolumeDataset(lists)) == 2  # lists are taken as they are
+
+
+def test_volumes_that_are_turned(tmp_path):
+    save(tmp_path / "image.nii", IMAGES[0])
+    turned = nibabel.Nifti1Image(LABELS[0], np.diag([-1.0, 1, 1, 1]))
+    nibabel.save(turned, tmp_path / "label.nii")
+    files = {"image": tmp_path / "image.nii", "label": tmp_path / "label.nii"}
+    with pytest.raises(ValueError, match=r"one orientation; got .*image.nii RAS and .*nii LAS"):
+        VolumeDataset(files)
+    nibabel.save(nibabel.as_closest_canonical(turned), files["label"])
+    assert VolumeDataset(files)[0]["label"].equal(
+        torch.from_numpy(LABELS[0][None, ::-1].copy()).long()
+    )
