@@ -177,6 +177,29 @@ def _same_states(files: Sequence[SeriesFile]) -> None:
                 f"{file.path} holds {_words(state)}, but {files[0].path} holds "
                 f"{_words(states[0])}; name variables that are alike in all files."
             )
+        if differ := _differ(file.grid, files[0].grid):
+            raise ValueError(
+                f"{file.path} has {differ} than {files[0].path}, so channels or rows of one number "
+                "would be others; write the files alike, or name coordinates in select."
+            )
+
+
+def _differ(
+    grid: Mapping[str, np.ndarray | None], first: Mapping[str, np.ndarray | None]
+) -> str | None:
+    """Say in what two grids differ; dims of other names, or without coordinates, are let be."""
+    if {*grid} == {*first} and [*grid] != [*first]:
+        return f"its dims in another order ({', '.join(grid)})"
+    for dim, values in grid.items():
+        others = first.get(dim)
+        if values is None or others is None:
+            continue
+        same = np.array_equal(values, others)
+        if not same and values.dtype.kind in "iuf" and others.dtype.kind in "iuf":
+            same = np.allclose(values, others, rtol=0, atol=1e-6 * np.abs(others).max())
+        if not same:
+            return f"other coordinates along {dim!r} ({values[0]} to {values[-1]})"
+    return None
 
 
 def _words(state: tuple[list[tuple[str, int, bool]], tuple[int, ...]]) -> str:

@@ -91,6 +91,8 @@ class SeriesFile:
         steps: The number T of steps of each trajectory.
         extents: The extents of the spatial dims.
         seeds: The group of each trajectory, if they have groups of their own.
+        grid: The dims of channels and of space by name, and the coordinates along them, for NetCDF
+            and Zarr.
         open: Returns the open file of this process: the root of HDF5, or an `xarray.Dataset`.
 
     Example:
@@ -106,6 +108,7 @@ class SeriesFile:
     extents: tuple[int, ...]
     seeds: tuple[str, ...]
     open: OpenFile
+    grid: Mapping[str, np.ndarray | None]
 
     def read(
         self, variable: Variable, trajectory: int, step: int, part: Sequence[slice]
@@ -151,6 +154,7 @@ class SeriesFile:
         path, seeds = Path(path), ()
         opened = open_series(path, select)
         try:
+            coordinates = getattr(opened, "coords", {})
             if path.suffix not in HDF5:
                 found = _of_xarray(opened, time, spatial_dims)
             elif "n_spatial_dims" in opened.attrs:
@@ -160,7 +164,8 @@ class SeriesFile:
         finally:
             opened.close()
         if names is None:
-            names = [name for name, variable in found.items() if "T" in variable.dims]
+            varying = [name for name, variable in found.items() if "T" in variable.dims]
+            names = [name for name in varying if name not in coordinates]
         if missing := [name for name in names if name not in found]:
             raise ValueError(f"{path} has no variable {missing[0]!r}; it has {sorted(found)}.")
         if not names:
@@ -168,7 +173,10 @@ class SeriesFile:
                 f"{path} has no variable that varies along {time!r}; it has {sorted(found)}. Name "
                 "the dim of steps, or variables."
             )
+        grid: dict[str, np.ndarray | None] = {}
         if path.suffix not in HDF5:
+            dims = [dim for name in names for dim in opened[name].dims if dim != time]
+            grid = {d: coordinates[d].values if d in coordinates else None for d in dims}
             grids = {
                 tuple(d for d in opened[name].dims if d != time)[-spatial_dims:] for name in names
             }
@@ -178,7 +186,7 @@ class SeriesFile:
         trajectories = len(seeds) or _of_all(path, variables, "numbers of trajectories", "N")
         steps = _of_all(path, variables, "numbers of steps", "T")
         opener = OpenFile(functools.partial(open_series, path, select))
-        return cls(path, tuple(variables), trajectories, steps, extents, seeds, opener)
+        return cls(path, tuple(variables), trajectories, steps, extents, seeds, opener, grid)
 
 
 def open_series(path: str | Path, select: Mapping[str, Sequence[Any]] | None = None) -> Any:
@@ -204,9 +212,18 @@ def open_series(path: str | Path, select: Mapping[str, Sequence[Any]] | None = N
             "leave select out, or name variables."
         )
     try:
-        return open_hdf5(path) if path.suffix in HDF5 else _open_xarray(path).sel(select or {})
+        opened = open_hdf5(path) if path.suffix in HDF5 else _open_xarray(path)
+        chosen = opened.sel(select) if select else opened
     except (OSError, KeyError) as error:
         raise ValueError(f"{path} cannot be read: {error}.") from error
+    for dim in select or ():
+        if chosen.sizes.get(dim) == 0:
+            ends = opened[dim].values[[0, -1]]
+            raise ValueError(
+                f"select={select} keeps nothing of {path} along {dim!r}, which goes from {ends[0]} "
+                f"to {ends[1]}; give the ends of a slice in this order."
+            )
+    return chosen
 
 
 def _open_xarray(path: Path) -> Any:
@@ -259,13 +276,13 @@ def _only(path: Path, names: Sequence[str], what: str, found: Collection[Any]) -
 
 
 def _of_xarray(opened: Any, time: str, spatial_dims: int) -> dict[str, Variable]:
-    """Find arrays with enough dims; those before the spatial ones are components."""
+    """Find numbers with enough dims; those before the spatial ones are components."""
     found: dict[str, Variable] = {}
-    for name, array in opened.data_vars.items():
+    for name, array in opened.variables.items():
         others = [dim for dim in array.dims if dim != time]
         space = others[len(others) - spatial_dims :] if len(others) >= spatial_dims else []
         dims = "".join("T" if d == time else "S" if d in space else "C" for d in array.dims)
-        if space:
+        if space and array.dtype.kind in "biufc":
             found[str(name)] = Variable(str(name), dims, tuple(array.shape))
     return found
 

@@ -301,3 +301,53 @@ def test_no_file_names_another_to_be_read(name, tmp_path):
         file[inner] = h5py.ExternalLink(str(tmp_path / "secret.h5"), "density")
     with pytest.raises(ValueError, match="keeps 'density' outside of it"):
         SeriesDataset(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda w: w.isel(level=[1, 0]),
+            r"b.nc has other coordinates along 'level' \(850 to 500\)",
+        ),
+        (lambda w: w.isel(latitude=slice(None, None, -1)), r"along 'latitude' \(5.0 to 0.0\)"),
+        (lambda w: w.rename(latitude="longitude", longitude="latitude"), "dims in another order"),
+    ],
+    ids=["levels", "latitudes", "turned"],
+)
+def test_coordinates_of_several_files(change, words, tmp_path):
+    square = weather().isel(latitude=slice(0, W))
+    square = square.assign_coords(latitude=np.arange(float(W)), longitude=np.arange(float(W)))
+    square.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    almost = square.assign_coords(latitude=square.latitude.astype("f4") * np.float32(1 + 1e-7))
+    almost.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    assert len(SeriesDataset(tmp_path, ["z"])) == 2 * (T - 1)
+    change(square).to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    with pytest.raises(ValueError, match=words):
+        SeriesDataset(tmp_path, ["z"])
+    if "level" in words:  # the way out that the message names
+        chosen = SeriesDataset(tmp_path, ["z"], select={"level": [850, 500]})
+        assert chosen[0]["x"].equal(chosen[T - 1]["x"])
+
+
+def test_coordinates_are_inputs_if_they_are_named(tmp_path):
+    dims = ("latitude", "longitude")
+    extra = {"height": (dims, STILL), "name": (("time", *dims), np.full((T, H, W), "rain"))}
+    file = weather().assign(extra).set_coords("height")
+    file.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    named = SeriesDataset(tmp_path / "a.nc", ["t2m", "height"])
+    assert named[0]["x"][1].equal(torch.from_numpy(STILL))
+    assert SeriesDataset(tmp_path / "a.nc")[0]["x"].shape == (3, H, W)  # z and t2m
+    with pytest.raises(ValueError, match="no variable 'name'"):
+        SeriesDataset(tmp_path / "a.nc", ["name"])
+
+
+def test_a_selection_that_keeps_nothing(tmp_path):
+    file = weather().assign_coords(latitude=np.linspace(90, -90, H))
+    file.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    with pytest.raises(
+        ValueError, match=r"keeps nothing .* 'latitude', which goes from 90.0 to -90"
+    ):
+        SeriesDataset(tmp_path / "a.nc", select={"latitude": slice(0, 90)})
+    north = SeriesDataset(tmp_path / "a.nc", ["t2m"], select={"latitude": slice(90, 0)})
+    assert north[0]["x"].shape == (1, 4, W)
