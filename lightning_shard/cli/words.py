@@ -104,17 +104,25 @@ def _check_plan(options: argparse.Namespace) -> None:
         raise UsageError(
             "--offload takes the mesh of the config and rates; leave out --best and --measure"
         )
-    if options.output is not None:  # made now, before a search of minutes
-        if options.output.is_file():
-            raise UsageError(f"--output '{options.output}' is a file; give a folder")
-        try:
-            options.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"--output '{options.output}' cannot be made: {error.strerror}; give another folder"
-            ) from None
+    _make_output(options)
     with as_usage_error(ValueError):
         options.cluster = read_cluster(options.cluster, options.price)
+
+
+def _make_output(options: argparse.Namespace) -> None:
+    """Make the folder of --output now, before minutes of work."""
+    if options.output is None:
+        return
+    if options.output.is_file():
+        raise UsageError(f"--output '{options.output}' is a file; give a folder")
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--output '{options.output}' cannot be made: {error.strerror}; give another folder"
+        ) from None
+    if not os.access(options.output, os.W_OK):
+        raise UsageError(f"--output '{options.output}' may not be written; give another folder")
 
 
 def _check_export(options: argparse.Namespace) -> None:
@@ -140,4 +148,7 @@ def _check_calibrate(options: argparse.Namespace) -> None:
         raise UsageError(f"--output '{options.output}' is no file in a folder that exists")
 
 
-CHECKS = {"plan": _check_plan, "export": _check_export, "calibrate": _check_calibrate}
+CHECKS = {
+    "plan": _check_plan, "certify": _make_output, "export": _check_export,
+    "calibrate": _check_calibrate,
+}  # fmt: skip

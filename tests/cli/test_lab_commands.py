@@ -209,6 +209,7 @@ class Normalized(LightningModule):
         (["--steps=many"], "'many' is no whole number from 1 on"),
         (["--mesh=1x2"], "'mesh'"),
         (["--meshes=3x1", "--simulated"], "replicas of the mesh 3x1 cannot share a batch of 2"),
+        ([f"--output={__file__}/a"], "Not a directory; give another folder"),
     ],
 )
 def test_mistakes_of_certify(capsys, words, sentence):
