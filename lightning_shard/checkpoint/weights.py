@@ -318,12 +318,12 @@ def does_not_fit(module: nn.Module, saved: Any, err: Exception) -> str:
         f" with {', '.join(f'{name}={both[n]!r:.60}' for name, both in differ.items())}"
         if differ else "" for n in (0, 1)
     )  # fmt: skip
-    named = kind.__qualname__
-    path = str(saved.get("_class_path", named)).rpartition(".")[2]
+    named, path = kind.__qualname__, saved.get("_class_path")
+    of = f"is of {str(path).rpartition('.')[2]}" if path else "was saved" if theirs else ""
     lines = str(err).splitlines()
     if (more := len(lines) - _SHOWN_LINES) > 1:
         lines[_SHOWN_LINES:] = [f"\tand {more} lines more."]
-    return f"is of {path}{theirs}, and does not fit {named}{ours}: " + "\n".join(lines)
+    return f"{of}{theirs}{', and ' if of else ''}does not fit {named}{ours}: " + "\n".join(lines)
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -100,17 +100,24 @@ class Other(Tiny):
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "named", "said"),
     [
-        (lambda: tiny(width=4), "is of Tiny with width=5, and does not fit Tiny with width=4: "),
-        (Other, "is of Tiny, and does not fit Other: "),
+        (
+            lambda: tiny(width=4),
+            True,
+            "is of Tiny with width=5, and does not fit Tiny with width=4",
+        ),
+        (lambda: tiny(width=4), False, "was saved with width=5, and does not fit Tiny with width="),
+        (Other, True, "is of Tiny, and does not fit Other: "),
+        (Other, False, "does not fit Other: "),
     ],
 )
-def test_a_file_of_another_model_names_both(tmp_path, made, said):
+def test_a_file_of_another_model_names_both(tmp_path, made, named, said):
     path = tmp_path / "some.ckpt"
     fit((1,), SaveAt(path, 2), max_steps=2)
     file = torch.load(path, weights_only=True)
-    file["hyper_parameters"]["_class_path"] = f"{Tiny.__module__}.Tiny"
+    if named:  # as the command line does
+        file["hyper_parameters"]["_class_path"] = f"{Tiny.__module__}.Tiny"
     torch.save(file, path)
     with pytest.raises(RuntimeError, match=re.escape(f"'{path}' {said}")) as caught:
         fit((1,), module=made(), path=path)
