@@ -258,11 +258,13 @@ def run(
         if traceback or (state.stepped and not of_the_disk(err)):
             raise err from err.__cause__
         if state.stepped and state.trainer is not None:
-            err.add_note("\n".join(words_of_a_failure(state.trainer)))
+            words = words_of_a_failure(state.trainer, state.first_step is not None)
+            err.add_note("\n".join(words))
         state.stop_children()
         named = given.mentioned(str(err)) if state.first_step is None else ()
         exit_with(err, named)
     except SystemExit:  # Lightning makes this of Ctrl-C
         if (trainer := state.trainer) and trainer.interrupted and is_first_rank():
-            print("\n".join(words_of_an_interrupt(trainer)), file=sys.stderr)
+            words = words_of_an_interrupt(trainer, state.first_step is not None)
+            print("\n".join(words), file=sys.stderr)
         raise

@@ -88,17 +88,17 @@ class RunState(Callback):
         return lines + ([f"Logs: {logs}"] if logs else [])
 
 
-def words_of_an_interrupt(trainer: Trainer) -> list[str]:
+def words_of_an_interrupt(trainer: Trainer, has_trained: bool) -> list[str]:
     """Say after Ctrl-C how to go on, without a collective, since other ranks may have ended."""
-    return [f"Interrupted {_where(trainer)}.", *_ways_on(trainer)]
+    return [f"Interrupted {_where(trainer)}.", *_ways_on(trainer, has_trained)]
 
 
-def words_of_a_failure(trainer: Trainer) -> list[str]:
+def words_of_a_failure(trainer: Trainer, has_trained: bool) -> list[str]:
     """Say after an error of the disk how to go on."""
-    ended = f"The run ended {_where(trainer)}."
-    if trainer.state.fn != TrainerFn.FITTING:
-        return [ended]
-    return [ended, *(_ways_on(trainer) or ["No checkpoint was written."])]
+    ended, ways = f"The run ended {_where(trainer)}.", _ways_on(trainer, has_trained)
+    if trainer.state.fn == TrainerFn.FITTING:
+        ways = ways or ["No checkpoint was written."]
+    return [ended, *ways]
 
 
 def _where(trainer: Trainer) -> str:
@@ -109,10 +109,11 @@ def _where(trainer: Trainer) -> str:
     return f"in {stage.value}"
 
 
-def _ways_on(trainer: Trainer) -> list[str]:
+def _ways_on(trainer: Trainer, has_trained: bool) -> list[str]:
     """Name the checkpoints of a training that are there; say so if none has the last steps."""
-    if trainer.state.fn != TrainerFn.FITTING:
-        return []
+    if trainer.state.fn != TrainerFn.FITTING:  # the test after a training, or another command
+        ended = checkpoint_lines(trainer, _command()) if has_trained else []
+        return [line for line in ended if not line.startswith("Resume:")]
     kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     named = {path for c in kept for path in (c.best_model_path, c.last_model_path) if path}
     gone = [path for path in named if "://" not in path and not Path(path).exists()]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_shard.cli import main as cli
@@ -187,12 +187,30 @@ def test_torchrun_tells_its_ranks_of_sigterm(tmp_path):
     )
 
 
+class Network(LightningModule):
+    def test_step(self, batch, batch_idx):
+        pass
+
+
 def test_only_a_training_names_its_step():
     """A prediction that was ended said "Interrupted after step 0", as if it were a training."""
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.state.fn = TrainerFn.PREDICTING
-    assert words_of_an_interrupt(trainer) == ["Interrupted in predict."]
-    assert words_of_a_failure(trainer) == ["The run ended in predict."]
+    assert words_of_an_interrupt(trainer, False) == ["Interrupted in predict."]
+    assert words_of_a_failure(trainer, False) == ["The run ended in predict."]
     trainer.state.fn = TrainerFn.FITTING
-    assert words_of_an_interrupt(trainer)[0] == "Interrupted after step 0."
-    assert words_of_a_failure(trainer)[0] == "The run ended after step 0."
+    assert words_of_an_interrupt(trainer, False)[0] == "Interrupted after step 0."
+    assert words_of_a_failure(trainer, False)[0] == "The run ended after step 0."
+
+
+def test_a_stopped_test_after_a_training_names_its_checkpoint(tmp_path):
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    trainer.strategy.connect(Network())
+    (best := tmp_path / "best.ckpt").touch()
+    trainer.checkpoint_callback.best_model_path = str(best)
+    trainer.state.fn = TrainerFn.TESTING
+    command = f"python -m lightning_shard test --config ... --ckpt_path {best}"
+    ways = [f"Best checkpoint: {best}", f"Test: {command}"]
+    assert words_of_an_interrupt(trainer, True) == ["Interrupted in test.", *ways]
+    assert words_of_a_failure(trainer, True) == ["The run ended in test.", *ways]
+    assert words_of_an_interrupt(trainer, False) == ["Interrupted in test."]
