@@ -66,7 +66,7 @@ def in_tiles(
         source: A file, or a list of files: `FieldFile`, `VolumeFile` or `ImageFile`. Its samples
             are yielded one by one, to be given to the module as they are: each tile reads its rows.
         sink: A file, such as "out.zarr", or a `FieldSink`: each tile writes its rows of the results
-            there, as sample n in call n of the source. A call returns the path of the file.
+            there, as the sample that the call was given. A call returns the path of the file.
         gather: False leaves results in tiles, for what takes fields in tiles.
 
     Yields:
@@ -95,7 +95,7 @@ def in_tiles(
     grid = Tiles(sizes, pager)
     dtypes = (x.dtype for x in module.parameters() if x.is_floating_point())
     fields = [] if source is None else fields_of(source, next(dtypes, torch.get_default_dtype()))
-    output = None if sink is None else _Output(sink, len(fields))
+    output = None if sink is None else _Output(sink, fields)
     before = {name: vars(module)[name] for name in methods if name in vars(module)}
     try:
         for name in methods:
@@ -180,31 +180,33 @@ def _whole(method: Callable[..., Any], device: torch.device) -> Callable[..., An
 
 
 class _Output:
-    """Writes what calls return into a file, as the samples of a source in their order.
+    """Writes what calls return into a file, each as the sample of a source that it was given.
 
     Args:
         sink: The file, or its name.
-        count: The number of samples.
+        fields: The samples.
     """
 
-    def __init__(self, sink: FieldSink | str | Path, count: int) -> None:
-        if not count:
+    def __init__(self, sink: FieldSink | str | Path, fields: Sequence[FileField]) -> None:
+        if not fields:
             raise ValueError(
                 "sink takes the results of a source's samples; give source, such as "
                 'FieldFile("in.zarr"), or take the results as they are returned.'
             )
         self.sink = sink if isinstance(sink, FieldSink) else FieldSink(sink)
-        self._count, self._done = count, 0
+        self._fields, self._done = fields, set[int]()
 
     def writing(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method whose results go into the file."""
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._done == self._count:
+            number = self._number(args, kwargs)
+            if number in self._done or number >= len(self._fields):
                 raise RuntimeError(
-                    f"there are more calls than the {self._count} samples of the source, of which "
-                    f"{self.sink.path} holds one result each; call the module once for each."
+                    f"{self.sink.path} holds one result of each of {len(self._fields)} samples of "
+                    f"the source, and there is one of sample {min(number, len(self._done) - 1)} "
+                    "already; call the module once for each."
                 )
             for name, value in named(method(*args, **kwargs)).items():
                 if not isinstance(value, Tensor) or not value.ndim or len(value) != 1:
@@ -212,11 +214,16 @@ class _Output:
                         f"the call returned {name!r} of type {type(value).__name__}, which is not "
                         "a tensor with one sample in dim 0; a sink takes these alone."
                     )
-                write(self.sink, name, value, self._count, [self._done])
-            self._done += 1
+                write(self.sink, name, value, len(self._fields), [number])
+            self._done.add(number)
             return self.sink.path
 
         return call
+
+    def _number(self, *given: Any) -> int:
+        """Return the number of the sample that a call is given; of no sample that of the call."""
+        places = [n for x in leaves_of(given) for n, f in enumerate(self._fields) if f is x]
+        return places[0] if places else len(self._done)
 
 
 def to_device(leaf: Any, device: torch.device) -> Any:

@@ -60,6 +60,17 @@ def test_equals_the_whole_fields(tiles, source, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"in.zarr", "out.zarr"}
 
 
+def test_a_result_lies_where_its_sample_lay(source, tmp_path):
+    one = network().eval()
+    files = {"source": source, "sink": tmp_path / "out.zarr"}
+    with torch.inference_mode():
+        wanted = torch.cat([one(torch.from_numpy(x)[None]) for x in VALUES])
+        with in_tiles(one, 2, **files) as fields:
+            for field in reversed(fields):
+                one(field)
+    assert_same(torch.from_numpy(zarr.open(tmp_path / "out.zarr")["prediction"][:]), wanted)
+
+
 @pytest.mark.parametrize("end", ["out.h5", "out.zarr", "out.tif", "out"])
 def test_results_of_several_kinds(end, source, tmp_path):
     module = Named()
@@ -141,7 +152,7 @@ def test_mistakes(source, tmp_path):
         with pytest.raises(TypeError, match="source must be a FieldFile"):
             in_tiles(module, 2, source=VALUES).__enter__()
         files = {"source": source, "sink": tmp_path / "out.zarr"}
-        with pytest.raises(RuntimeError, match="more calls than the 2 samples"):
+        with pytest.raises(RuntimeError, match="one result of each of 2 samples"):
             run_all(module, 3, files)
         assert {path.name for path in tmp_path.iterdir()} == {"in.zarr"}  # nothing half is left
         with pytest.raises(ValueError, match="is not a tensor with one sample"):
