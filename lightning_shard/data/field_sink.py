@@ -289,7 +289,9 @@ class FieldSink:
                     held[name] = torch.from_numpy(np.load(place))
             if held:
                 alone = held["prediction"] if [*held] == ["prediction"] else held
-                torch.save(alone, self.partial / f"{sample:06d}.pt")
+                # of a path torch writes by itself, and does not say why it cannot
+                with (self.partial / f"{sample:06d}.pt").open("wb") as file:
+                    torch.save(alone, file)
             for place in places.values():
                 place.unlink(missing_ok=True)
         remove(self.partial / "raw")

@@ -341,6 +341,16 @@ def test_a_disk_that_fills_is_named(kind, ranks):
     assert not path.exists()
 
 
+def test_a_disk_that_fills_as_a_file_of_torch_is_written(tmp_path):
+    """It holds more bytes than the raw values, which were written before."""
+    sink = FieldSink(tmp_path / "out")
+    sink.add("prediction", Field(1, (100,), np.dtype("f4")))
+    sink.write("prediction", 0, (), np.zeros(100, "f4"))
+    words = r"/out' cannot be written: File too large \(EFBIG\)"
+    with no_room_for_files_above(700), pytest.raises(OSError, match=words):
+        sink.close()
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_two_runs_that_write_one_file_do_not_mix(kind, tmp_path):
     path = tmp_path / ("twice" if kind == "folder" else f"twice.{kind}")

@@ -234,7 +234,8 @@ class PredictionWriter(BasePredictionWriter):
             place = self._staged / quote(name, safe="") / str(index)
             with disk_errors(self._sink.path):
                 place.mkdir(parents=True, exist_ok=True)
-                torch.save(one, place / "value.pt")
+                with (place / "value.pt").open("wb") as file:
+                    torch.save(one, file)
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
