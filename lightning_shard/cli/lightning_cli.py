@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typing_extensions import override
 
 from lightning_shard.checkpoint.open import hyperparameters
 from lightning_shard.cli.config_checks import check, check_numbers, strategy_options
@@ -31,7 +32,7 @@ from lightning_shard.cli.usage import (
     note,
     origin,
 )
-from lightning_shard.data.atomic import of_the_disk
+from lightning_shard.data.atomic import disk_errors, of_the_disk
 from lightning_shard.lab.predict_in_tiles import predicting
 from lightning_shard.lightning import (
     BasePredictionWriter,
@@ -56,6 +57,16 @@ SWITCHES = {"test_after_fit": False, "profile": False, "report": True}  # defaul
 
 class SaveConfig(SaveConfigCallback):
     """Save the resolved configuration in the log directory and beside the checkpoints."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write both files.
+
+        Raises:
+            OSError: They cannot be written, for example on a full disk.
+        """
+        with disk_errors(Path(trainer.log_dir or "") / self.config_filename):
+            super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write beside the checkpoints and hand the options to the loggers as hyperparameters."""

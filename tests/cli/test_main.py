@@ -23,6 +23,7 @@ from lightning_shard.cli import main as cli
 from lightning_shard.cli import usage as report
 from lightning_shard.cli.lightning_cli import ShardCLI
 from tests.cli.test_errors import HybridShardStrategy as HybridShardStrategy
+from tests.workloads.darcy.test_data import no_room_for_files_above
 
 HERE = __name__
 BASE = f"""\
@@ -325,6 +326,15 @@ def test_a_full_disk_leaves_the_checkpoint_before(capsys, tmp_path):
     assert [*tmp_path.glob("*.ckpt")] == [whole]
     assert f"Last whole checkpoint: {whole}" in [line.strip() for line in lines]
     assert any(line.strip().startswith("Resume: ") and str(whole) in line for line in lines)
+
+
+def test_a_disk_that_is_full_before_the_training(capsys):
+    """The parser, which writes this file, replaces the error by one without a traceback."""
+    with no_room_for_files_above(500):
+        code, lines = refusal(capsys)
+    assert code == 1
+    (error,) = (line for line in lines if line.startswith("error: "))
+    assert error.endswith("/config.yaml' cannot be written: File too large (EFBIG)")
 
 
 def test_no_tip_comes_before_the_first_word(capfd, caplog):
