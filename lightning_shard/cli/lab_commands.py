@@ -141,8 +141,8 @@ class LabCLI(lightning_cli.ShardCLI):
                 facts={"model": type(self.model).__name__, "config": f"sha256 {digest[:16]}"},
                 **self.step,
             )
-        page = found.save(self.own.output or self.folder or ".")
         print(found)
+        page = found.save(self.own.output or self.folder or ".")
         print(f"written to {page}", file=sys.stderr)
         if not found.is_equal:
             sys.exit(1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from lightning_shard.data.atomic import disk_errors
 from lightning_shard.lab.calibrate import aligned
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.prediction import Prediction
@@ -156,11 +157,12 @@ class Ranking:
             The path of the config, or the folder where nothing fits.
         """
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / f"{NAME}.txt").write_text(f"{self}\n", encoding="utf-8")
-        if not self.candidates:
-            return path
-        (path / f"{NAME}.yaml").write_text(overlay(self), encoding="utf-8")
+        with disk_errors(path / f"{NAME}.txt"):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / f"{NAME}.txt").write_text(f"{self}\n", encoding="utf-8")
+            if not self.candidates:
+                return path
+            (path / f"{NAME}.yaml").write_text(overlay(self), encoding="utf-8")
         return path / f"{NAME}.yaml"
 
     def __str__(self) -> str:

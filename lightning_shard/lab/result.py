@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.data.atomic import disk_errors
 from lightning_shard.lab.culprit import Culprit
 from lightning_shard.lab.run import Mesh
 from lightning_shard.trainer.split_summary import SplitSummary
@@ -350,10 +351,11 @@ class Certificate:
     def save(self, folder: str | Path) -> Path:
         """Write `certificate.md` and `.json` to a folder, such as that of a checkpoint."""
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / f"{NAME}.md").write_text(self.markdown(), encoding="utf-8")
         text = json.dumps({"is_equal": self.is_equal, **_plain(asdict(self))}, indent=1)
-        (path / f"{NAME}.json").write_text(text + "\n", encoding="utf-8")
+        with disk_errors(path / f"{NAME}.md"):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / f"{NAME}.md").write_text(self.markdown(), encoding="utf-8")
+            (path / f"{NAME}.json").write_text(text + "\n", encoding="utf-8")
         return path / f"{NAME}.md"
 
 
