@@ -100,7 +100,7 @@ def origin(err: Exception, seen: Exception | None) -> Exception:
     inner: BaseException | None = err
     while isinstance(inner, Exception) and _by_parser(inner):
         inner = inner.__cause__ or inner.__context__
-    # what closing a file raises beside its error has not passed a line of Python
+    # an error that closing a file adds to another has passed no line of Python
     if isinstance(inner, Exception) and inner.__traceback__ is not None:
         return inner
     return seen or err

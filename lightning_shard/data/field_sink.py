@@ -289,7 +289,7 @@ class FieldSink:
                     held[name] = torch.from_numpy(np.load(place))
             if held:
                 alone = held["prediction"] if [*held] == ["prediction"] else held
-                # of a path torch writes by itself, and does not say why it cannot
+                # torch does not say why it cannot write into a path
                 with (self.partial / f"{sample:06d}.pt").open("wb") as file:
                     torch.save(alone, file)
             for place in places.values():
