@@ -24,6 +24,8 @@ from lightning_shard.domain.layout import Dim, Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import composes, implements
+from lightning_shard.ops.view.index import getitem
+from lightning_shard.ops.view.permute import movedim
 from lightning_shard.ops.view.reshape import unsqueeze
 from lightning_shard.processes.torch_private.typed import linalg
 
@@ -113,8 +115,7 @@ def _whole_matrices(*operands: Subdomain) -> None:
             raise UnsupportedOperationError("matrices of which a dim is split")
 
 
-@implements(torch.diagonal, Tensor.diagonal, linalg.diagonal,
-            limits="neither of the two dims may be split")  # fmt: skip
+@implements(torch.diagonal, Tensor.diagonal, linalg.diagonal)
 def diagonal(
     func: Callable[..., Any],
     x: Subdomain,
@@ -122,16 +123,22 @@ def diagonal(
     dim1: int | None = None,
     dim2: int | None = None,
 ) -> Subdomain:
-    """Diagonal of two whole dims; nothing travels."""
+    """Diagonal of two dims: a view if both are whole, else a copy, whose rows travel."""
     first, second = (-2, -1) if func is linalg.diagonal else (0, 1)
     one = x.layout.dim(first if dim1 is None else dim1)
     two = x.layout.dim(second if dim2 is None else dim2)
-    if x.layout.axes(one) or x.layout.axes(two):
-        raise UnsupportedOperationError("a diagonal of dims of which one is split")
+    strides = x.strides_of("diagonal", offset, one, two)
+    if one != two and x.layout.axes(one, two):
+        matrices = movedim(func, x, (one, two), (0, 1))
+        top, left = max(-offset, 0), max(offset, 0)
+        length = min(matrices.shape[0] - top, matrices.shape[1] - left)
+        row = torch.arange(max(length, 0), device=x.local.device)
+        found = movedim(func, getitem(func, matrices, (row + top, row + left)), 0, -1)
+        return x.copy(found.local, found.layout, strides)
     local = torch.diagonal(x.local, offset, one, two)
     kept = [factors for d, factors in enumerate(x.layout.dims) if d not in (one, two)]
     layout = Layout((*kept, (Factor(local.shape[-1]),)), x.layout.grid)
-    return x.view(local, layout, x.strides_of("diagonal", offset, one, two))
+    return x.view(local, layout, strides)
 
 
 @composes(torch.diag_embed, Tensor.diag_embed)
@@ -155,8 +162,7 @@ def diagonal_scatter(
     return x.clone().copy_(found.movedim((-2, -1), (dim1, dim2)))  # in memory it lies like `x`
 
 
-@composes(torch.diag, Tensor.diag, torch.diagflat, Tensor.diagflat,
-          limits="no diagonal of a split matrix")  # fmt: skip
+@composes(torch.diag, Tensor.diag, torch.diagflat, Tensor.diagflat)
 def diag(func: Callable[..., Tensor], x: Any, diagonal: int = 0, **named: int) -> Tensor:
     """Make a matrix of a vector, whose values travel to their rows; or take a matrix's diagonal."""
     offset = named.get("offset", diagonal)

@@ -110,6 +110,13 @@ CASES = {
         lambda x, y: torch.diff(x, dim=2, prepend=y, append=x[:, :, :1]),
         [SHAPE, (2, 3, 2, 5)],
     ),
+    "diagonal": (lambda x: (x.diagonal(1, 2, 3), torch.diagonal(x, -5, -1, 2)), [SHAPE]),
+    "diagonal_of_pairs": (
+        lambda x, y: (x.flatten(2).mT @ y.flatten(2)).diagonal(dim1=1, dim2=2),
+        [SHAPE, SHAPE],
+    ),
+    "diagonal_of_channels": (lambda x: (x.diagonal(0, 2, 1), torch.linalg.diagonal(x)), [SHAPE]),
+    "diag": (lambda x: (x[0, 0].diag(), torch.diag(x[1, 1], -3), x[:, 0, 0].diag(9)), [SHAPE]),
     "tril": (lambda x: (x.tril(), torch.triu(x, 1), x.triu(diagonal=-2)), [SHAPE]),
     "repeat": (lambda x: x.repeat(2, 1, 3, 1, 2), [SHAPE]),
     "tile": (lambda x: torch.tile(x, (2, 3)), [SHAPE]),
@@ -134,6 +141,7 @@ SMOOTH = [
     "interleave",
     "rot90",
     "tril",
+    "diagonal",
     "reflect",
 ]
 
@@ -181,3 +189,5 @@ def test_refusals():
         x[None] = 1.0
     with pytest.raises(IndexError):
         x[:, :, torch.tensor([7])]
+    with pytest.raises(UnsupportedOperationError, match="would write into a copy"):
+        x.diagonal(dim1=2, dim2=3).zero_()
