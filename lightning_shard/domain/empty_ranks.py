@@ -9,6 +9,7 @@ from types import EllipsisType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.align import all_gather_small
@@ -65,6 +66,29 @@ def empty_attached(
     if is_curved:
         nothing = nothing.exp() - 1
     return nothing * kept[0].new_ones(tuple(shape))
+
+
+def without_rows(
+    run: Callable[[Tensor], Tensor], x: Tensor, least: Sequence[int], shape: Sequence[int]
+) -> Tensor:
+    """Run a kernel on zeros in the place of rows that are missing, and cut its result to `shape`.
+
+    So the graph has the nodes of the ranks that have rows, in derivatives of any order.
+
+    Args:
+        run: The kernel.
+        x: Its input, which may have no rows.
+        least: How many rows of each dim the kernel needs.
+        shape: The shape of the result, which has no elements.
+    """
+    found = run(_resized(x, [max(n, m) for n, m in zip(x.shape, least, strict=True)]))
+    return _resized(found, shape)
+
+
+def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Copy `x` with zeros added at the end of each dim, or with its last rows cut."""
+    more = [wanted - n for n, wanted in zip(x.shape, shape, strict=True)]
+    return F.pad(x, [m for added in reversed(more) for m in (0, added)])
 
 
 def written_alike(target: Subdomain, write: Callable[[], Any], index: Any = ...) -> Any:

@@ -64,3 +64,23 @@ def test_a_loss_of_the_gradient_by_the_input_wants_whole_parameters(mode):
     torch.testing.assert_close(of_slopes(net, split), wanted, rtol=1e-10, atol=1e-14)
     for found, value in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, value.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_second_derivatives_by_the_input_in_a_loss_where_a_rank_has_no_rows(kind):
+    """The third backward pass calls the same collectives on a rank without rows."""
+    net = nn.Sequential(kind(2, 4, 3, padding=1), nn.Tanh(), kind(4, 1, 3, padding=1)).double()
+    x = torch.randn(2, 2, 2, 7, dtype=torch.float64)
+
+    def gradients(net, x):
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (curve,) = torch.autograd.grad(slope[:, :, -1].square().sum(), x, create_graph=True)
+        curve.square().mean().backward()
+        return [weight.grad for weight in net.parameters() if weight.grad is not None]
+
+    wanted = gradients(copy.deepcopy(net), x.clone().requires_grad_())
+    found = gradients(net, lightning_shard.shard(x, mesh_of(3), 2).requires_grad_())
+    for gradient, value in zip(found, wanted, strict=True):
+        dist.all_reduce(gradient)
+        torch.testing.assert_close(gradient / 3, value, rtol=1e-10, atol=1e-14)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.empty_ranks import empty_attached
+from lightning_shard.domain.empty_ranks import without_rows
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.halo import thinness
 from lightning_shard.domain.layout import Layout
@@ -125,11 +125,21 @@ def _waiting(
         elif w.before != w.after:
             # 'same' with an even kernel: torch pads the end by one more
             x = x.like(F.pad(x.local, [0, 0] * (x.ndim - w.dim - 1) + [0, w.after - w.before]))
-    if 0 in layout.local_shape or x.local.numel() == 0:
-        return x.beside(weight, _empty(layout, x.local, weight, bias), layout)
     strides, inner = [w.stride for w in windows], [w.before * (w not in reading) for w in windows]
     dilations = [w.dilation for w in windows]
-    found = func(x.local, weight, bias, strides, inner, dilations, groups)
+
+    def convolved(local: Tensor) -> Tensor:
+        return func(local, weight, bias, strides, inner, dilations, groups)
+
+    if 0 in layout.local_shape:
+        least = [1] * x.ndim
+        for w in windows:
+            least[w.dim] = w.dilation * (w.kernel - 1) + 1
+        found = without_rows(convolved, x.local, least, layout.local_shape)
+    elif x.local.numel() == 0:
+        raise UnsupportedOperationError(f"a convolution of nothing to shape {layout.shape}")
+    else:
+        found = convolved(x.local)
     return x.beside(weight, found, layout)
 
 
@@ -175,9 +185,3 @@ def _windows(
         around = [(p, p) for p in paddings]
     numbers = zip(kernels, strides, around, dilations, strict=True)
     return tuple([Window(first + i, k, s, *p, d) for i, (k, s, p, d) in enumerate(numbers)])
-
-
-def _empty(layout: Layout, *sources: Tensor | None) -> Tensor:
-    if 0 in layout.local_shape:
-        return empty_attached(layout.local_shape, *sources, is_curved=True)
-    raise UnsupportedOperationError(f"a convolution of nothing to shape {layout.shape}")

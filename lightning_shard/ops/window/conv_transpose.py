@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.empty_ranks import empty_attached
+from lightning_shard.domain.empty_ranks import without_rows
 from lightning_shard.domain.memory_format import rows_from
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, spread_rows
-from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import implements, name_of
 from lightning_shard.ops.window.conv import split_channels
 
@@ -57,9 +56,12 @@ def conv_transpose(
             layout = layout.with_dims({dim: x.layout.dims[dim]})
         elif not parted:
             layout = layout.with_dim(dim, output)
+
+    def convolved(local: Tensor) -> Tensor:
+        return func(local, weight, bias, strides, inner, extra, groups, dilations)
+
     if 0 in layout.local_shape:
-        sources = cast_for(func, x.local, weight, bias)
-        nothing = empty_attached(layout.local_shape, *sources, is_curved=True)
+        nothing = without_rows(convolved, x.local, [1] * x.ndim, layout.local_shape)
         return x.beside(weight, nothing, layout)
-    local = func(x.local, weight, bias, strides, inner, extra, groups, dilations)
+    local = convolved(x.local)
     return x.beside(weight, rows_from(local, starts, layout.local_shape), layout)
