@@ -73,12 +73,12 @@ def without_rows(
 ) -> Tensor:
     """Run a kernel on zeros in the place of rows that are missing, and cut its result to `shape`.
 
-    So the graph has the nodes of the ranks that have rows, in derivatives of any order.
+    The graph then has the nodes of the ranks that have rows, in derivatives of any order.
 
     Args:
         run: The kernel.
         x: Its input, which may have no rows.
-        least: How many rows of each dim the kernel needs.
+        least: The numbers of rows of each dim that the kernel needs.
         shape: The shape of the result, which has no elements.
     """
     found = run(_resized(x, [max(n, m) for n, m in zip(x.shape, least, strict=True)]))
