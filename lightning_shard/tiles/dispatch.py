@@ -60,6 +60,7 @@ _RESHAPE = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
     for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
 }
+_SET_DATA = accessors("data").__set__
 _BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
@@ -102,11 +103,13 @@ def _run(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return result
     if func in _RESHAPE:
         return _reshaped(_RESHAPE[func], *args, **kwargs)
-    if func is accessors("data").__set__:
+    if func == _SET_DATA and isinstance(args[0], TileTensor):  # each look makes it, so no `is`
         return _set_data(*args)
     try:
         if "out" in kwargs:
             return _into_out(func, args, kwargs)
+        if kwargs.get("requires_grad"):  # a leaf of the caller's graph, as torch.zeros_like makes
+            return by_rule(func, args, {**kwargs, "requires_grad": False}).requires_grad_()
         return by_rule(func, args, kwargs)
     except UnsupportedOperationError as error:
         if gather_allowed.get() and func not in FACTS and not writes(func, args, kwargs):
@@ -234,11 +237,14 @@ def _viewed(view: Function, args: Any, kwargs: Any, base: TileTensor) -> Any:
     return view(base, *args, **kwargs)
 
 
-def _set_data(x: Tensor, value: Tensor) -> None:
-    """Take other values, without a graph; where the caller assigns `x.data`."""
-    if not isinstance(x, TileTensor) or x.shape != value.shape or x.dtype != value.dtype:
+def _set_data(x: TileTensor, value: Tensor) -> None:
+    """Take the values of `value`; what shares memory with `x` keeps the old ones, as in torch."""
+    if x.is_lazy:
         raise UnsupportedOperationError(
-            "a field in tiles takes data of its own shape and dtype only; make a new tensor"
+            "a spectrum that nobody has read takes no other values; take x.clone() of it"
         )
     with torch.no_grad():
-        Tensor.copy_(x, value)
+        made = by_rule(Tensor.detach, (x,), {})
+        by_rule(_SET_DATA, (made, value), {})
+    x.parts, x.view_of = made.parts, None
+    x.changes += 1

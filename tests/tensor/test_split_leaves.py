@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
-from tests.parity import assert_same, mesh_of
+from tests.parity import assert_same, mesh_of, tiles_of
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -160,16 +160,25 @@ def perturbed(x, plain):
     return kept, shared, delta * x
 
 
-@pytest.mark.spmd(3)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_data_is_assigned(dim):
+def check_assigned_data(domain, dim):
     x, plain = (torch.randn(7, 3, dtype=torch.float64) for _ in range(2))
-    split = lightning_shard.shard(x, mesh_of(3), dim)
+    split = lightning_shard.shard(x, domain, dim)
     for found, value in zip(perturbed(split, plain), perturbed(x, plain.clone()), strict=True):
         assert torch.equal(lightning_shard.gather(found), value)
     for other in (torch.zeros(3, 3, dtype=torch.float64), torch.zeros(7, 3)):
         with pytest.raises(lightning_shard.UnsupportedOperationError, match="a value of shape"):
             split.data = other
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_data_is_assigned(dim):
+    check_assigned_data(mesh_of(3), dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_data_is_assigned_in_tiles(dim):
+    check_assigned_data(tiles_of(3), dim)
 
 
 CHANGES_OF_SHAPE = {
