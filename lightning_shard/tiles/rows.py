@@ -22,6 +22,8 @@ from lightning_shard.tensor.facts import OF_WRAPPER
 from lightning_shard.tensor.gathering import split_in
 from lightning_shard.tiles.tile_tensor import TileTensor
 
+_ARRAYS = {Tensor.numpy, Tensor.__array__}
+
 
 class Source:
     """Tells of which field rows are a copy.
@@ -31,11 +33,12 @@ class Source:
         index: The index that chooses the rows; None where no index does.
         rows: The rows, as the field had them.
         version: The number of writes of the field's memory until then.
+        seen: The number of writes of the rows' own memory that the field has.
     """
 
     def __init__(self, field: TileTensor, index: Any, rows: Tensor) -> None:
         self.field, self.rows, self.index = field, rows, index
-        self.version = self.now()
+        self.version, self.seen = self.now(), version_of(rows)
 
     def now(self) -> tuple[int, int]:
         """Return the number of writes of the field's memory, by torch's count and by ours."""
@@ -56,6 +59,12 @@ class TileRows(Tensor):
         made._source = source
         return made
 
+    def __copy__(self) -> "TileRows":
+        """Return another tensor of the same memory, whose writes reach the field, too."""
+        with without_rules():
+            alike = self.detach().requires_grad_(self.requires_grad)
+        return TileRows.of(alike, self._source)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -65,18 +74,22 @@ class TileRows(Tensor):
             with without_rules():
                 return func(*args, **kwargs)
         found: list[TileRows] = list(split_in([args, kwargs], TileRows))
+        target = args[:1] if changes_first(func, args, kwargs) else ()
+        written = list(split_in([target, kwargs.get("out")], TileRows))
+        for each in found:
+            if version_of(each._source.rows) != each._source.seen:  # by no call, as in C++
+                _write_back(each._source)
         args, kwargs = plain_rows(args), plain_rows(kwargs)
         with without_rules():
             before = [version_of(each) for each in found]
-        writes = changes_first(func, args, kwargs)
         result = func(*args, **kwargs)  # a field among the arguments has its own rules
         with without_rules():
-            written = [
-                each for each, version in zip(found, before, strict=True)
-                if version_of(each) != version or (each.is_inference() and writes)
-            ]  # fmt: skip
+            written = [e for e in written if e.is_inference()]  # torch counts no writes of them
+            written += [e for e, v in zip(found, before, strict=True) if version_of(e) != v]
         for each in written:
             _write_back(each._source)
+        if func in _ARRAYS:
+            result.flags.writeable = False  # a write into it would not reach the field
         return _kept(result, found)
 
 
@@ -89,7 +102,7 @@ def _refuse_old(source: Source) -> None:
         with torch.no_grad(), without_rules():
             rows = TileTensor.run(Tensor.__getitem__, (source.field, source.index), {})
             source.rows.copy_(rows.as_subclass(Tensor))
-        source.version = source.now()
+        source.version, source.seen = source.now(), version_of(source.rows)
     else:
         raise UnsupportedOperationError(
             "rows of several tiles are a copy, and the field that they come from was written in "
@@ -105,7 +118,7 @@ def _write_back(source: Source) -> None:
             "x[index] = value, or write into a clone()"
         )
     source.field[source.index] = source.rows
-    source.version = source.now()
+    source.version, source.seen = source.now(), version_of(source.rows)
 
 
 def plain_rows(value: Any) -> Any:

@@ -11,6 +11,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.processes.torch_private.internals import (
     any_is_true,
     copy_of_tensor,
+    forbid_memory,
     make_wrapper,
     with_keys,
     without_rules,
@@ -23,6 +24,12 @@ from lightning_shard.tiles.mover import Mover
 from lightning_shard.tiles.tile_domain import TileDomain
 
 aten = torch.ops.aten
+
+
+_NO_MEMORY = (
+    "a field in tiles has no memory of its own, as data_ptr() and to_dlpack() need it; take "
+    "lightning_shard.gather(tensor)."
+)
 
 
 class Tiles(LocalMesh):
@@ -130,6 +137,7 @@ class TileTensor(LocalField):
         made: Any = make_wrapper(
             cls, first.shape, dtype=first.dtype, device=device, requires_grad=False
         )
+        forbid_memory(made, _NO_MEMORY)
         made.tiles, made.parts, made.roots = tiles, list(parts), roots
         made.placed = made.view_of = None
         made.writes = made.changes = 0
