@@ -33,6 +33,15 @@ def as_tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(values)
 
 
+def as_array(x: Any) -> np.ndarray:
+    """Copy a tensor into an array, bfloat16 as float32, since numpy has no bfloat16."""
+    if not isinstance(x, Tensor):
+        return np.asarray(x)
+    dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+    # a copy, since what tiles hold goes on to move
+    return x.detach().to("cpu", dtype, copy=True).resolve_conj().resolve_neg().numpy()
+
+
 class FileField(NotYetATensor):
     """A field (B, C, *spatial) in files.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.data.field_sink import Field, FieldSink
+from lightning_shard.data.file_field import as_array
 from lightning_shard.data.tree import map_leaves
 from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch
@@ -140,13 +141,6 @@ def extents_of_parts(value: Tensor) -> list[int]:
     layout = value.subdomain.layout
     extents = enumerate(value.shape)
     return [-(-n // layout.grid.parts(layout.axes(d))) for d, n in extents][1:]
-
-
-def as_array(x: Tensor) -> np.ndarray:
-    """Copy a tensor into an array, bfloat16 as float32, since numpy has no bfloat16."""
-    dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
-    # a copy, since what tiles hold goes on to move
-    return x.detach().to("cpu", dtype, copy=True).resolve_conj().resolve_neg().numpy()
 
 
 def dtype_of(x: Tensor) -> np.dtype:

@@ -34,7 +34,8 @@ class FieldDataset(Dataset[dict[str, Any]]):
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file cannot be read, lacks an array, or has fewer samples.
+        ValueError: The file cannot be read, lacks an array, or has fewer samples; or its arrays
+            have several numbers of samples.
     """
 
     def __init__(
@@ -50,12 +51,21 @@ class FieldDataset(Dataset[dict[str, Any]]):
         names = entries if isinstance(entries, Mapping) else {name: name for name in entries}
         self.arrays = dict(names)
         shapes = self.file.shapes(tuple(self.arrays.values()))
-        stored = min(count for count, _ in shapes.values())
-        self.samples = range(stored) if samples is None else samples
-        if self.samples and max(self.samples) >= stored:
+        counts = {array: count for array, (count, _) in shapes.items()}
+        stored = min(counts.values())
+        if samples is None and len({*counts.values()}) > 1:
+            found = ", ".join(f"{count} of {array}" for array, count in counts.items())
             raise ValueError(
-                f"{path} holds {stored} samples, but sample {max(self.samples)} is asked for; "
-                "ask for fewer."
+                f"{path} holds {found}, so some samples lack an entry, or the entries of a sample "
+                f"have several numbers; write the file anew, or give samples=range({stored}) if "
+                "the first ones belong together."
+            )
+        self.samples = range(stored) if samples is None else samples
+        outside = [n for n in self.samples if not 0 <= n < stored]
+        if outside:
+            raise ValueError(
+                f"{path} holds {stored} samples, but sample {outside[-1]} is asked for; "
+                f"ask for those from 0 to {stored - 1}."
             )
         self.slabs = {
             key: slab_of(trainer, key, shapes[array][1], dtype)

@@ -16,12 +16,13 @@ import numpy as np
 
 from lightning_shard.data.atomic import partial_of, put_in_place, remove
 from lightning_shard.data.failing_later import FailingLater
-from lightning_shard.data.file_field import Read
+from lightning_shard.data.file_field import Read, as_array
 from lightning_shard.data.readers.opened import OpenFile, optional
 
 HDF5, ZARR = (".h5", ".hdf5"), (".zarr",)
 BLOCKS = 16  # along each dim of a field, so that the parts of up to as many ranks overlap little
 EDGE = 8  # nodes that a block has at least
+_ALL_STORED = "lightning_shard_all_stored"  # an attribute of arrays of Zarr: no sample lacks a file
 
 
 class FieldFile:
@@ -229,8 +230,7 @@ def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
     reason = ""
     try:
         values = np.asarray(array[index])
-        # Zarr reads what it does not find as this value
-        if _is_our_zarr(array, path) and (values == array.fill_value).any():
+        if path.suffix in ZARR and _is_gone(array, path, index[0], values):
             reason = "it is not all there"
     except (OSError, RuntimeError, ValueError) as error:  # checksums raise any of these
         values, reason = np.empty(0), str(error)
@@ -247,11 +247,16 @@ def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("="), copy=False)  # torch has no other order
 
 
-def _is_our_zarr(array: Any, path: Path) -> bool:
-    """Return whether an array has the fill value of `write_fields`, which stands for no number."""
-    return (
-        path.suffix in ZARR and array.dtype.kind == "f" and array.fill_value == unset(array.dtype)
-    )
+def _is_gone(array: Any, path: Path, samples: slice | int, values: np.ndarray) -> bool:
+    """Return whether a file of `write_fields` is missing: Zarr reads it as the fill value."""
+    if array.dtype.kind == "f":
+        return array.fill_value == unset(array.dtype) and bool((values == array.fill_value).any())
+    if not array.attrs.get(_ALL_STORED):
+        return False
+    numbers = [samples] if isinstance(samples, int) else range(array.shape[0])[samples]
+    rest = (0,) * (array.ndim - 1)
+    keys = [array.metadata.encode_chunk_key((number, *rest)) for number in numbers]
+    return not all((path / array.path / key).exists() for key in keys)
 
 
 def unset(dtype: np.dtype) -> Any:
@@ -268,7 +273,7 @@ def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.
         path: The HDF5 file or Zarr group.
         count: The number S of all samples.
         blocks: Some samples at a time: for each array its name and `(samples, C, *spatial)`, of
-            NumPy or a tensor on the CPU.
+            NumPy or a tensor; bfloat16 is written as float32.
 
     Raises:
         OSError: It cannot be written, for example on a full disk.
@@ -291,7 +296,10 @@ def _write_fields(
     partial: Path, path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]
 ) -> None:
     if path.suffix not in HDF5:
-        _fill(_library(path).open_group(partial, mode="w"), path, count, blocks)
+        zarr = _library(path)
+        # samples of zeros, too, so that a missing file is noticed
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            _fill(zarr.open_group(partial, mode="w"), path, count, blocks)
         return
     with FailingLater(partial, "w+") as file:
         with _library(path).File(file, "w", libver="latest") as root:
@@ -302,7 +310,7 @@ def _write_fields(
 def _fill(root: Any, path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
     start, kinds = 0, dict[str, Any]()
     for given in blocks:
-        block = {name: np.asarray(values) for name, values in given.items()}
+        block = {name: as_array(values) for name, values in given.items()}
         found = {name: (values.shape[1:], values.dtype) for name, values in block.items()}
         sizes = {len(values) for values in block.values()}
         kinds = kinds or found
@@ -350,6 +358,7 @@ def _create(root: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> No
         shards=sample,  # one file for each sample, of which single blocks are read
         compressors=optional("zarr.codecs", "a Zarr group", "zarr").Crc32cCodec(),
         fill_value=unset(dtype) if dtype.kind == "f" else 0,
+        attributes={_ALL_STORED: True},
     )
 
 

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from lightning_shard.data.atomic import disk_errors, partial_of, remove
 from lightning_shard.data.field_sink import ARRAYS, Field, FieldSink, refuse_another
+from lightning_shard.data.file_field import as_array
 from lightning_shard.data.sink_parts import (
-    as_array,
     dtype_of,
     each_part,
     extents_of_parts,

@@ -299,20 +299,45 @@ def test_files_that_cannot_be_read(tmp_path, suffix):
     assert FieldDataset(path, {"field": "x"})[1]["field"].equal(torch.ones(1, 8, 8))
 
 
-def test_tensors_are_written_as_arrays(tmp_path):
-    path, values = tmp_path / "fields.zarr", torch.arange(12.0).reshape(2, 1, 2, 3)
-    write_fields(path, 2, [{"x": values}])
-    assert FieldDataset(path, ["x"])[1]["x"].equal(values[1])
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_are_written_as_arrays(suffix, dtype, tmp_path):
+    path, values = tmp_path / f"fields{suffix}", torch.arange(12.0).reshape(2, 1, 2, 3).to(dtype)
+    write_fields(path, 2, [{"x": values.requires_grad_()}])
+    assert FieldDataset(path, ["x"])[1]["x"].equal(values[1].float())
 
 
-def test_blocks_that_are_gone_are_no_zeros(tmp_path):
+@pytest.mark.parametrize("dtype", ["f4", "i2", "?", "c8"])
+def test_blocks_that_are_gone_are_no_zeros(dtype, tmp_path):
     path = tmp_path / "fields.zarr"
-    write_fields(path, 2, [{"x": np.ones((2, 1, 8, 8), "f4")}])
+    values = np.ones((3, 1, 8, 8), dtype)
+    values[2] = 0
+    write_fields(path, 3, [{"x": values}])
     (path / "x/c/1/0/0/0").unlink()
-    dataset = FieldDataset(path, ["x"])
-    assert dataset[0]["x"].sum() == 64
+    dataset = FieldDataset(path, ["x"], dtype=torch.complex64)
+    assert [dataset[number]["x"].sum() for number in (0, 2)] == [64, 0]
     with pytest.raises(ValueError, match=r"sample 1 .* is damaged .* restore the file, or"):
         dataset[1]
+    with pytest.raises(ValueError, match="is damaged"):
+        list(FieldFile(path).blocks(["x"], 3, 2))
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_entries_of_several_numbers_of_samples(suffix, tmp_path):
+    path, values = tmp_path / f"fields{suffix}", field(0, (6, 1, 4, 4))
+    if suffix == ".h5":
+        with h5py.File(path, "w") as file:
+            file["x"], file["y"] = values, values[:5]
+    else:
+        root = zarr.open_group(path, mode="w")
+        root.create_array("x", data=values)
+        root.create_array("y", data=values[:5])
+    with pytest.raises(ValueError, match=r"holds 6 of x, 5 of y, .* give samples=range\(5\)"):
+        FieldDataset(path)
+    assert len(FieldDataset(path, samples=range(5))) == 5
+    for samples in (range(-1, 2), range(3, 6)):
+        with pytest.raises(ValueError, match=r"holds 5 samples, but sample .* from 0 to 4"):
+            FieldDataset(path, samples=samples)
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
