@@ -26,12 +26,13 @@ class LocalPart(NotYetATensor):
     Attributes:
         tensor: This rank's rows.
         shape: The global shape.
-        samples: The numbers of the samples; the ranks of a domain must have read the same ones.
+        samples: What tells each sample from others, such as its number and its file; the ranks of a
+            domain must have read the same ones.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
-    samples: tuple[int, ...]
+    samples: tuple[Any, ...]
 
     @property
     def dtype(self) -> torch.dtype:

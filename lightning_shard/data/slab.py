@@ -36,12 +36,12 @@ class Slab:
     is_split: bool
     is_by_tiles: bool = False
 
-    def entry(self, read: Read, sample: int, dtype: torch.dtype) -> Any:
+    def entry(self, read: Read, sample: Any, dtype: torch.dtype) -> Any:
         """Read the entry of a sample for a batch, or let tiles read it.
 
         Args:
             read: A function that reads the values at an index.
-            sample: The sample's number in the dataset.
+            sample: What tells the sample from others, see `part`.
             dtype: The dtype to which values are converted.
 
         Raises:
@@ -51,12 +51,13 @@ class Slab:
             return FileField([read], self.shape, dtype)
         return self.part(as_tensor(read(self.index), dtype).to(dtype), sample)
 
-    def part(self, rows: Tensor, sample: int) -> Any:
+    def part(self, rows: Tensor, sample: Any) -> Any:
         """Make the entry of a sample for a batch.
 
         Args:
             rows: The values at `index` of the sample's field.
-            sample: The sample's number in the dataset.
+            sample: What tells the sample from others on all ranks alike: its number in the dataset,
+                or a tuple of it and what tells its file. Ranks that read others are refused.
         """
         return LocalPart(rows, self.shape, (sample,)) if self.is_split else rows
 

@@ -4,9 +4,10 @@ Shapes: C channels, X x Y x Z voxels, in the order of the file.
 """
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import permutations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_shard.data.readers.opened import optional
+from lightning_shard.data.readers.opened import mark_of, optional
 from lightning_shard.data.readers.pictures import ImageFile
 from lightning_shard.data.slab import slab_of
 
+_VOXELS = 0.5  # by which the files of a sample may lie apart
 PICTURES = (".tif", ".tiff")
 SUFFIXES = (".nii", ".nii.gz", ".img", ".hdr", *PICTURES)
 
@@ -86,7 +88,8 @@ class VolumeDataset(Dataset[dict[str, Any]]):
         files: The files of each key of a sample, one for each sample, or a folder of them:
             `{"image": "imagesTr", "label": "labelsTr"}`. Files are matched by their order. In a
             folder that is the order of the words and numbers in their names, so `case_2` comes
-            before `case_10`.
+            before `case_10`. Folders whose names, or the numbers in them, are those of other
+            cases are refused.
         trainer: The Trainer that will use the samples, or the domain mesh of a loop of your own;
             None for whole volumes.
         labels: Keys whose values are whole numbers. They are split as the other volumes of the
@@ -116,6 +119,7 @@ class VolumeDataset(Dataset[dict[str, Any]]):
         # by default only floating point is split; labels go with it
         split = dict.fromkeys(files, dtype) if {*files} - {*labels} else self.dtypes
         self.slabs: list[dict[str, Any]] = []
+        apart: list[Path] = []
         for sample in zip(*self.files.values(), strict=True):
             opened = [_opened(path) for path in sample]
             shapes = [file.shape for file in opened]
@@ -124,12 +128,22 @@ class VolumeDataset(Dataset[dict[str, Any]]):
                     f"the volumes of a sample must have one grid; got "
                     f"{' and '.join(f'{p} {s[1:]}' for p, s in zip(sample, shapes, strict=True))}."
                 )
-            _same_orientation([file for file in opened if isinstance(file, VolumeFile)])
+            volumes = [file for file in opened if isinstance(file, VolumeFile)]
+            _same_orientation(volumes)
+            apart += [v.path for v in volumes if _distance(v, volumes[0]) > _VOXELS][:1]
             self.slabs.append(
                 {
                     key: slab_of(trainer, key, shape, split[key])
                     for key, shape in zip(self.files, shapes, strict=True)
                 }
+            )
+
+        if apart:
+            warnings.warn(
+                f"In {len(apart)} of {len(self)} samples voxels of one index lie at different "
+                f"places in the patient, by the affines of the files (first: {apart[0]}). Compare "
+                "the files of these samples.",
+                stacklevel=2,
             )
 
     def __len__(self) -> int:
@@ -138,7 +152,11 @@ class VolumeDataset(Dataset[dict[str, Any]]):
     @override
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {
-            key: slab.entry(partial(self._read, key, index), index, self.dtypes[key])
+            key: slab.entry(
+                partial(self._read, key, index),
+                (index, mark_of(self.files[key][index])),
+                self.dtypes[key],
+            )
             for key, slab in self.slabs[index].items()
         }
 
@@ -177,27 +195,46 @@ def _same_orientation(volumes: Sequence[VolumeFile]) -> None:
         )
 
 
+def _distance(volume: VolumeFile, other: VolumeFile) -> float:
+    """Return how far voxels of one index are from each other, at most, in voxels."""
+    corners = np.array([*product(*((0, n - 1) for n in volume.shape[1:]), [1])]).T
+    apart = np.abs((volume.affine - other.affine) @ corners).max()
+    return float(apart / np.linalg.norm(other.affine[:3, :3], axis=0).min())
+
+
 def _same_cases(folders: Mapping[str, Any], files: Mapping[str, Sequence[Path]]) -> None:
     """Compare the cases of folders that name some cases alike, as nnU-Net's do.
 
+    Names that have no other name in common are compared by their numbers: `img_3` and `seg_3`.
+
     Raises:
-        ValueError: One of them has a case that another one lacks.
+        ValueError: One of them has a case that another one lacks, or has it at another place.
     """
-    cases = {key: _cases(files[key]) for key in folders}
-    for one, other in permutations(cases, 2):
-        lacking = [n for n, case in enumerate(cases[one]) if case not in cases[other]]
-        if 0 < len(lacking) < len(cases[one]):
-            raise ValueError(
-                f"{folders[other]} has no file of the case of {files[one][lacking[0]]}, though it "
-                f"has those of others; add it, or give {one!r} and {other!r} as lists of files."
-            )
+    for one, other in combinations(folders, 2):
+        pairs = [*zip(files[one], files[other], strict=True)]
+        for cases_of in (_names, _numbers):
+            cases = cases_of(files[one]), cases_of(files[other])
+            if {*cases[0]} & {*cases[1]}:
+                for (path, beside), case, another in zip(pairs, *cases, strict=True):
+                    if case != another:
+                        raise ValueError(
+                            f"the cases of {folders[one]} are not those of {folders[other]}: "
+                            f"{path.name} would be matched with {beside.name}; add what is "
+                            f"missing, or give {one!r} and {other!r} as lists of files."
+                        )
+                break
 
 
-def _cases(paths: Sequence[Path]) -> list[str]:
+def _names(paths: Sequence[Path]) -> list[Any]:
     """Return the names without their ends, and without nnU-Net's number of the only channel."""
     stems = [path.name.removesuffix(_end(path)) for path in paths]
     channel = "_0000" if all(stem.endswith("_0000") for stem in stems) else ""
     return [stem.removesuffix(channel) for stem in stems]
+
+
+def _numbers(paths: Sequence[Path]) -> list[Any]:
+    """Return the numbers in the names, or a name that has none."""
+    return [tuple(map(int, re.findall("[0-9]+", name))) or name for name in _names(paths)]
 
 
 def _order(path: Path) -> tuple[list[tuple[bool, int, str]], str]:
@@ -211,7 +248,8 @@ def _order(path: Path) -> tuple[list[tuple[bool, int, str]], str]:
 
 
 def _end(path: Path) -> str:
-    return next((end for end in SUFFIXES if path.name.endswith(end)), "")
+    end = next((end for end in SUFFIXES if path.name.lower().endswith(end)), "")
+    return path.name[len(path.name) - len(end) :]
 
 
 def _is_folder(where: str | Path | Sequence[str | Path]) -> bool:
@@ -229,7 +267,9 @@ def _files(where: str | Path | Sequence[str | Path]) -> list[Path]:
     folder = Path(where)
     if not folder.is_dir():
         return [folder]
-    found = [path for path in folder.iterdir() if path.name.endswith(SUFFIXES)]
+    names = {path.name for path in folder.iterdir() if _end(path) and path.name[0] != "."}
+    # a pair of .hdr and .img is one volume
+    found = [folder / n for n in names if not (n.endswith(".hdr") and f"{n[:-4]}.img" in names)]
     if not found:
         raise FileNotFoundError(
             f"the folder {folder} has no file that ends in {', '.join(SUFFIXES)}; name another."

@@ -1,5 +1,7 @@
 """Volumes in NIfTI files: each rank reads its part of each volume."""
 
+import contextlib
+
 import nibabel
 import numpy as np
 import pytest
@@ -134,15 +136,62 @@ def test_folders_are_matched_by_case(tmp_path):
     assert found == [(n, n) for n in numbers]
     (tmp_path / "imagesTr/liver_1_0000.nii.gz").unlink()
     (tmp_path / "labelsTr/liver_10.nii.gz").unlink()
-    with pytest.raises(ValueError, match=r"labelsTr has no file of the case of .*liver_10_0000"):
+    with pytest.raises(ValueError, match=r"liver_2_0000.nii.gz would be matched with liver_1.nii"):
         VolumeDataset(files)
     lists = {key: sorted(path.iterdir()) for key, path in files.items()}
     assert len(VolumeDataset(lists)) == 2  # lists are taken as they are
 
 
+@pytest.mark.parametrize(
+    ("images", "labels", "words"),
+    [
+        (["img_1", "img_2", "img_10"], ["seg_1", "seg_2", "seg_10"], None),
+        (["a_t1", "b_t1"], ["a_seg", "b_seg"], None),
+        (["sub-01_T1w", "sub-02_T1w"], ["sub-01_seg", "sub-02_seg"], None),
+        (["img_1", "img_2", "img_3"], ["seg_1", "seg_2", "seg_4"], "img_3.nii .* with seg_4.nii"),
+        (["b_1", "a_2"], ["1", "2"], "a_2.nii would be matched with 1.nii"),
+    ],
+)
+def test_folders_are_matched_by_numbers(images, labels, words, tmp_path):
+    files = {"image": tmp_path / "images", "label": tmp_path / "labels"}
+    for folder, names in zip(files.values(), (images, labels), strict=True):
+        for name in names:
+            save(folder / f"{name}.nii", LABELS[0])
+    with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+        found = VolumeDataset(files).files
+        assert [path.stem for path in found["image"]] == images
+        assert [path.stem for path in found["label"]] == labels
+
+
+def test_what_is_no_file_of_its_own(tmp_path):
+    save(tmp_path / "images/a.img", LABELS[0])  # a pair of .hdr and .img
+    save(tmp_path / "images/b.NII", LABELS[1])
+    (tmp_path / "images/._b.NII").write_bytes(b"of an archive of macOS")
+    dataset = VolumeDataset({"image": tmp_path / "images"})
+    assert [
+        entry["image"].equal(torch.from_numpy(x)[None].float())
+        for entry, x in zip(dataset, LABELS, strict=True)
+    ] == [True, True]
+
+
+@pytest.mark.filterwarnings("error")
+def test_volumes_that_lie_apart(tmp_path):
+    files = {"image": tmp_path / "image.nii", "label": tmp_path / "label.nii"}
+    save(files["image"], IMAGES[0])
+    for affine in (np.diag([1, 1, 1.01, 1]), np.diag([1, 1, 2, 1]), np.eye(4) + 3 * np.eye(4, k=3)):
+        nibabel.save(nibabel.Nifti1Image(LABELS[0], affine), files["label"])
+        if affine[2, 2] == 1.01:
+            VolumeDataset(files)
+        else:
+            with pytest.warns(UserWarning, match=r"In 1 of 1 samples .* \(first: .*label.nii\)"):
+                VolumeDataset(files)
+
+
 def test_volumes_that_are_turned(tmp_path):
     save(tmp_path / "image.nii", IMAGES[0])
-    turned = nibabel.Nifti1Image(LABELS[0], np.diag([-1.0, 1, 1, 1]))
+    affine = np.diag([-1.0, 1, 1, 1])
+    affine[0, 3] = EXTENTS[0] - 1
+    turned = nibabel.Nifti1Image(LABELS[0], affine)
     nibabel.save(turned, tmp_path / "label.nii")
     files = {"image": tmp_path / "image.nii", "label": tmp_path / "label.nii"}
     with pytest.raises(ValueError, match=r"one orientation; got .*image.nii RAS and .*nii LAS"):
