@@ -82,8 +82,8 @@ class FieldSink:
             )
         if not overwrite and (there := self._there()):
             raise FileExistsError(
-                f"{there[0]} is there already; choose another path, or remove it "
-                "(overwrite=True replaces it)."
+                f"{there[0]} is there already; choose another path, or remove it (in a program, "
+                "PredictionWriter(..., overwrite=True) replaces it)."
             )
         if not self.end and self.path.is_dir():
             _refuse_other_files(self.path)

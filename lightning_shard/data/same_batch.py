@@ -46,8 +46,9 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
         )
     raise ValueError(
         f"the ranks {ranks} share each sample, but read different batches ({entry}); "
-        "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
-        "which replica reads what) and draw augmentations from the same seed."
+        "give them the same samples in the same order and from the same files "
+        "(trainer.distributed_sampler_kwargs says which replica reads what) and draw augmentations "
+        "from the same seed."
     )
 
 

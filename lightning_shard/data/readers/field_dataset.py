@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_shard.data.readers.field_file import FieldFile
+from lightning_shard.data.readers.opened import mark_of
 from lightning_shard.data.slab import slab_of
 
 
@@ -67,6 +68,7 @@ class FieldDataset(Dataset[dict[str, Any]]):
                 f"{path} holds {stored} samples, but sample {outside[-1]} is asked for; "
                 f"ask for those from 0 to {stored - 1}."
             )
+        self._mark = mark_of(Path(path))
         self.slabs = {
             key: slab_of(trainer, key, shapes[array][1], dtype)
             for key, array in self.arrays.items()
@@ -79,6 +81,8 @@ class FieldDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = self.samples[index]
         return {
-            key: slab.entry(partial(self.file.read, self.arrays[key], sample), sample, self.dtype)
+            key: slab.entry(
+                partial(self.file.read, self.arrays[key], sample), (sample, self._mark), self.dtype
+            )
             for key, slab in self.slabs.items()
         }

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_shard.data.readers.field_file import HDF5, ZARR
+from lightning_shard.data.readers.opened import mark_of
 from lightning_shard.data.readers.series_file import NETCDF, SeriesFile
 from lightning_shard.data.slab import slab_of
 
@@ -71,6 +72,7 @@ class SeriesDataset(Dataset[dict[str, Any]]):
         self.files = [
             SeriesFile.describe(file, variables, select, time, spatial_dims) for file in names
         ]
+        self._marks = [mark_of(file.path) for file in self.files]
         _same_states(self.files)
         first = self.files[0]
         varying = sum(v.components for v in first.variables if "T" in v.dims)
@@ -111,7 +113,9 @@ class SeriesDataset(Dataset[dict[str, Any]]):
         trajectory, start = divmod(within, file.steps - self._length)
         where = file, trajectory, start
         return {
-            key: slab.entry(partial(self._read, key, where), index, self.dtype)
+            key: slab.entry(
+                partial(self._read, key, where), (index, self._marks[number]), self.dtype
+            )
             for key, slab in self.slabs.items()
         }
 

@@ -224,6 +224,20 @@ def test_ranks_that_read_different_samples_are_noticed():
         check_same_batch(batches[1], mesh_of(2))
 
 
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_ranks_that_read_different_files_are_noticed(suffix):
+    paths = [training.shared_path(f"{name}{suffix}") for name in ("this", "that")]
+    if dist.get_rank() == 0:
+        for path in paths:
+            write_fields(path, 1, [{"x": field(0, (1, 1, 8, 6))}])
+    dist.barrier()
+    batches = [FieldDataset(path, ["x"], mesh_of(2))[0] for path in paths]
+    check_same_batch(batches[0], mesh_of(2))
+    with pytest.raises(ValueError, match=r"read different batches .* and from the same files"):
+        check_same_batch(batches[dist.get_rank()], mesh_of(2))
+
+
 def split_by(shard_dims):
     """A trainer whose strategy has a domain of two ranks."""
     return SimpleNamespace(
