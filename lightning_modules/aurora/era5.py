@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,8 @@ class Era5:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A file cannot be read, or lacks a coordinate, a level or steps of six hours.
+        ValueError: A file cannot be read, or lacks a coordinate, a level or steps of six hours; or
+            the files are of other times or places.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class Era5:
         self._time = _coordinate(opened, TIMES, atmospheric)
         self.latitudes = torch.tensor(opened[self._latitude].values, dtype=torch.float64)
         self.longitudes = torch.tensor(opened[self._longitude].values, dtype=torch.float64)
-        times = opened[self._time].values.astype("datetime64[s]").astype("int64")
+        self._stored_times = opened[self._time].values
+        times = self._stored_times.astype("datetime64[s]").astype("int64")
         opened.close()
         self._times: list[int] = times.tolist()
         self._every = _steps_of_six_hours(self._times, atmospheric)
@@ -99,8 +102,35 @@ class Era5:
                     f"last, of {grid[0]} x {grid[1]}; got {dims} of "
                     f"{' x '.join(map(str, file.extents))}. Transpose it, or name another file."
                 )
+            self._refuse_other_places(path, file.open(), kind)
             self._described[kind, name] = file
         return self._described[kind, name]
+
+    def _refuse_other_places(self, path: Path, opened: Any, kind: str) -> None:
+        """Refuse other places or times under the numbers of the atmospheric file.
+
+        Raises:
+            ValueError: They differ.
+        """
+        wanted: dict[str, Any] = {
+            self._latitude: self.latitudes.numpy(),
+            self._longitude: self.longitudes.numpy(),
+        }
+        if kind != "static":
+            wanted[self._time] = self._stored_times
+        for name, values in wanted.items():
+            found = opened[name].values[: len(values)] if name in opened.coords else values
+            same = len(found) == len(values) and np.all(
+                np.isclose(found, values, rtol=0, atol=1e-4)
+                if values.dtype.kind == "f"
+                else found == values
+            )
+            if not same:
+                raise ValueError(
+                    f"{path} has other values of {name} ({found[0]} to {found[-1]}) than "
+                    f"{self.paths['atmospheric']} ({values[0]} to {values[-1]}), so states of one "
+                    "number would be of others; select the same ones from both."
+                )
 
     def _select(self, kind: str) -> dict[str, list[int]] | None:
         return {self._level: list(self.levels)} if kind == "atmospheric" else None
