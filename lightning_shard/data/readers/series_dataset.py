@@ -28,7 +28,8 @@ class SeriesDataset(Dataset[dict[str, Any]]):
     Reads HDF5 files of the Well and of PDEBench, NetCDF, and Zarr groups that xarray reads, such as
     ERA5's. `x` is `(inputs * C + constants, *spatial)`: the channels of the first step, then those
     of the next, then the variables that do not vary with time. `y` is `(outputs * C, *spatial)`.
-    Steps of one sample lie in one trajectory of one file. Values are those of the file: nothing is
+    Steps of one sample lie in one trajectory of one file, whose times must increase; steps that are
+    longer than others are told of by a warning. Values are those of the file: nothing is
     normalized, and NaN (land in a field of the sea) stays NaN.
 
     Args:
@@ -184,7 +185,8 @@ def _same_states(files: Sequence[SeriesFile]) -> None:
         if differ := _differ(file.grid, files[0].grid):
             raise ValueError(
                 f"{file.path} has {differ} than {files[0].path}, so channels or rows of one number "
-                "would be others; write the files alike, or name coordinates in select."
+                "would be others; write the files alike, name coordinates in select, or make a "
+                "dataset of each."
             )
 
 

@@ -19,6 +19,12 @@ import numpy as np
 
 from lightning_shard.data.readers.field_file import HDF5, ZARR, inside, no_gaps_read, open_hdf5
 from lightning_shard.data.readers.opened import OpenFile, optional
+from lightning_shard.data.readers.series_grid import (
+    check_times,
+    coordinates_of,
+    keys_of,
+    refuse_other_space,
+)
 
 NETCDF = (".nc", ".nc4", ".netcdf")
 
@@ -91,8 +97,8 @@ class SeriesFile:
         steps: The number T of steps of each trajectory.
         extents: The extents of the spatial dims.
         seeds: The group of each trajectory, if they have groups of their own.
-        grid: The dims of channels and of space by name, and the coordinates along them, for NetCDF
-            and Zarr.
+        grid: The dims of channels and of space by name, and the coordinates along them, where the
+            file has any.
         open: Returns the open file of this process: the root of HDF5, or an `xarray.Dataset`.
 
     Example:
@@ -155,6 +161,9 @@ class SeriesFile:
         opened = open_series(path, select)
         try:
             coordinates = getattr(opened, "coords", {})
+            grid: dict[str, np.ndarray | None] = (
+                coordinates_of(opened, path) if path.suffix in HDF5 else {}
+            )
             if path.suffix not in HDF5:
                 found = _of_xarray(opened, time, spatial_dims)
             elif "n_spatial_dims" in opened.attrs:
@@ -173,14 +182,15 @@ class SeriesFile:
                 f"{path} has no variable that varies along {time!r}; it has {sorted(found)}. Name "
                 "the dim of steps, or variables."
             )
-        grid: dict[str, np.ndarray | None] = {}
         if path.suffix not in HDF5:
-            dims = [dim for name in names for dim in opened[name].dims if dim != time]
-            grid = {d: coordinates[d].values if d in coordinates else None for d in dims}
-            grids = {
-                tuple(d for d in opened[name].dims if d != time)[-spatial_dims:] for name in names
-            }
-            _only(path, names, "spatial dims", grids)
+            dims = {name: [d for d in opened[name].dims if d != time] for name in names}
+            for name, found_dims in dims.items():
+                refuse_other_space(path, name, found_dims, spatial_dims)
+            every = [dim for each in dims.values() for dim in each]
+            grid = {d: coordinates[d].values if d in coordinates else None for d in every}
+            _only(path, names, "spatial dims", {tuple(d[-spatial_dims:]) for d in dims.values()})
+            if time in coordinates and coordinates[time].ndim == 1:
+                check_times(path, time, coordinates[time].values)
         variables = [found[name] for name in names]
         extents = _extents(path, variables)
         trajectories = len(seeds) or _of_all(path, variables, "numbers of trajectories", "N")
@@ -213,6 +223,13 @@ def open_series(path: str | Path, select: Mapping[str, Sequence[Any]] | None = N
         )
     try:
         opened = open_hdf5(path) if path.suffix in HDF5 else _open_xarray(path)
+        for dim in select or ():
+            if "calendar" in getattr(opened.get(dim), "attrs", ()):
+                raise ValueError(
+                    f"select={select} names times of {path}, of whose calendar "
+                    f"({opened[dim].calendar}) numpy knows nothing; pip install cftime, or leave "
+                    f"{dim!r} out of select."
+                )
         chosen = opened.sel(select) if select else opened
     except (OSError, KeyError) as error:
         raise ValueError(f"{path} cannot be read: {error}.") from error
@@ -239,7 +256,10 @@ def _open_xarray(path: Path) -> Any:
             warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
             if engine == "zarr":
                 opening.enter_context(no_gaps_read(optional("zarr", f"the file {path}", "zarr")))
-            return xarray.open_dataset(path, engine=engine, cache=False)
+            try:
+                return xarray.open_dataset(path, engine=engine, cache=False)
+            except ValueError:  # times of a calendar that needs cftime stay numbers
+                return xarray.open_dataset(path, engine=engine, cache=False, decode_times=False)
     except (ValueError, TypeError) as error:
         raise OSError(error) from error
 
@@ -313,7 +333,7 @@ def _of_pdebench(
     root: Any, path: Path, spatial_dims: int
 ) -> tuple[dict[str, Variable], tuple[str, ...]]:
     """Find arrays with names of PDEBench, at the root or in a group for each trajectory."""
-    seeds = tuple(sorted(name for name in root if "data" in getattr(root[name], "keys", dict)()))
+    seeds = tuple(sorted(name for name in root if "data" in keys_of(root[name])))
     group = inside(root, seeds[0], path) if seeds else root
     grid = group.get("grid", group)
     space = sum(name in grid or f"{name}-coordinate" in grid for name in "xyz") or spatial_dims

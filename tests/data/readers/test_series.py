@@ -1,5 +1,7 @@
 """Files of the layouts that other programs write: each rank reads its part of each state."""
 
+import contextlib
+import importlib.util
 import multiprocessing
 
 import h5py
@@ -328,6 +330,67 @@ def test_coordinates_of_several_files(change, words, tmp_path):
     if "level" in words:  # the way out that the message names
         chosen = SeriesDataset(tmp_path, ["z"], select={"level": [850, 500]})
         assert chosen[0]["x"].equal(chosen[T - 1]["x"])
+
+
+@pytest.mark.parametrize("name", ["well.hdf5", "pdebench.h5", "seeds.h5"])
+def test_coordinates_of_several_simulations(name, tmp_path):
+    group = {"well.hdf5": "dimensions/x", "pdebench.h5": "x-coordinate", "seeds.h5": "0000/grid/x"}
+    for copy in ("a", "b"):
+        WRITE[name](tmp_path / f"{copy}{name}")
+    with h5py.File(tmp_path / f"a{name}", "a") as file:
+        if name == "well.hdf5":
+            file[group[name]] = np.arange(H)
+    with h5py.File(tmp_path / f"b{name}", "a") as file:
+        file.pop(group[name], None)
+        file[group[name]] = np.arange(H)
+    assert len(SeriesDataset(tmp_path)) == 2 * N * (T - 1)
+    with h5py.File(tmp_path / f"b{name}", "a") as file:
+        file[group[name]][...] = np.arange(H)[::-1]
+    with pytest.raises(ValueError, match=r"other coordinates along 'x.*a dataset of each"):
+        SeriesDataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ([0, 1, 3, 2, 4], "not in the order of their times"),
+        ([0, 1, 1, 2, 3], "not in the order of their times"),
+        ([4, 3, 2, 1, 0], "not in the order of their times"),
+        ([0, 1, 2, 30, 31], r"1 of the 4 steps of .* the first from 2 on"),
+        ([31, 59, 90, 120, 151], None),  # months
+    ],
+)
+def test_steps_that_are_not_one_after_the_other(times, words, tmp_path):
+    file = weather().assign_coords(time=times)
+    file.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    if words and words.startswith("not"):
+        with pytest.raises(ValueError, match=words):
+            SeriesDataset(tmp_path / "a.nc")
+        file.drop_duplicates("time").sortby("time").to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+        assert len(SeriesDataset(tmp_path / "b.nc")) == len(set(times)) - 1
+    else:
+        with pytest.warns(match=words) if words else contextlib.nullcontext():
+            assert len(SeriesDataset(tmp_path / "a.nc")) == 4
+
+
+@pytest.mark.parametrize("calendar", ["noleap", "360_day"])
+def test_calendars_that_numpy_does_not_know(calendar, tmp_path):
+    file = weather()
+    file["time"].attrs.update(units="days since 1850-01-01", calendar=calendar)
+    file.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    found = SeriesDataset(tmp_path / "a.nc", ["t2m"], select={"level": [500]})
+    assert found[3]["x"].equal(torch.from_numpy(STATE[1, 3, :1]))
+    if importlib.util.find_spec("cftime") is None:
+        with pytest.raises(ValueError, match=r"calendar \(.*\) numpy knows nothing"):
+            SeriesDataset(tmp_path / "a.nc", select={"time": slice("1850", "1851")})
+
+
+def test_dims_of_space_that_are_not_the_last(tmp_path):
+    weather().transpose(..., "level").to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    with pytest.raises(ValueError, match="the last 2 are those of space, so latitude would be"):
+        SeriesDataset(tmp_path / "a.nc", ["z"])
+    assert SeriesDataset(tmp_path / "a.nc", ["z"], spatial_dims=3)[0]["x"].shape == (1, H, W, 2)
+    assert SeriesDataset(tmp_path / "a.nc", ["t2m"])[0]["x"].shape == (1, H, W)
 
 
 def test_coordinates_are_inputs_if_they_are_named(tmp_path):
