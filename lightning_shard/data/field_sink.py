@@ -56,7 +56,8 @@ class FieldSink:
             `*.tif` hold one field: of several samples each has a number in its file's name. A name
             without such an end is a folder of `.pt` files, one for each sample.
         overwrite: True to replace what is there; otherwise an existing file is an error.
-        affine: A function that gives the affine matrix of a sample for a NIfTI file.
+        affine: A function that gives the affine matrix for a NIfTI file, of a name and the number
+            of a sample; None where it is not known.
 
     Raises:
         FileExistsError: The file is there, and `overwrite` is false; or a folder holds other files.
@@ -69,10 +70,10 @@ class FieldSink:
         self,
         path: str | Path,
         overwrite: bool = False,
-        affine: Callable[[int], np.ndarray | None] | None = None,
+        affine: Callable[[str, int], np.ndarray | None] | None = None,
     ) -> None:
         self.path, self.overwrite = Path(path), overwrite
-        self.affine = affine or (lambda sample: None)
+        self.affine = affine or (lambda name, sample: None)
         self.end = end_of(self.path)
         for package, extra in _NEEDS.get(self.end, ()):
             optional(package, f"the file {self.path}", extra)
@@ -270,7 +271,7 @@ class FieldSink:
             place = self._place(name, sample)
             values = np.load(place, mmap_mode="r")
             written = self.partial / path.name
-            WRITERS[self.end].write(written, values, self.affine(sample))
+            WRITERS[self.end].write(written, values, self.affine(name, sample))
             place.unlink()
             made.append(path)
         for path in made:

@@ -49,12 +49,14 @@ class FileField(NotYetATensor):
         reads: A function for each sample, which reads a part of it.
         shape: The shape of the whole field.
         dtype: The dtype to which what is read is converted.
+        affine: The place of voxels in the patient, of a volume.
 
     Args:
         reads: A function for each sample, which reads a part (C, *spatial) of it.
         shape: The shape of a sample.
         dtype: The dtype to which what is read is converted.
         device: The device to which rows are moved.
+        affine: The place of voxels in the patient, of a volume.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class FileField(NotYetATensor):
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        affine: np.ndarray | None = None,
     ) -> None:
+        self.affine = affine
         self.reads, self.shape, self.dtype = tuple(reads), (len(reads), *shape), dtype
         self._device = device or torch.device("cpu")
 
@@ -139,7 +143,8 @@ def fields_of(source: Any, dtype: torch.dtype) -> list[FileField]:
             f"source must be a FieldFile, VolumeFile or ImageFile, or a list of them; got "
             f"{type(source).__name__}."
         )
-    return [FileField([source.read], source.shape, dtype)]
+    affine = getattr(source, "affine", None)
+    return [FileField([source.read], source.shape, dtype, affine=affine)]
 
 
 collate_functions()[FileField] = FileField.collate

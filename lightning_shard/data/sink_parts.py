@@ -1,11 +1,13 @@
 """Finds in what `predict_step` returned the arrays of each sample, and the rows that are here."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
 
 from lightning_shard.data.field_sink import Field, FieldSink
 from lightning_shard.data.file_field import as_array
@@ -89,6 +91,29 @@ def _is_list_of_values(x: Any) -> bool:
     return isinstance(x, list | tuple) and all(
         isinstance(each, (*_PLAIN, np.generic)) for each in x
     )
+
+
+def affine_in(datasets: Sequence[Any], name: str, sample: int) -> np.ndarray | None:
+    """Return the affine matrix of a sample of a prediction; None if its dataset does not know it.
+
+    Args:
+        datasets: The dataset of each dataloader: a `VolumeDataset`, a `Subset` or a `ConcatDataset`
+            of some, or anything with a method `affine_of`.
+        name: The name of the prediction, which begins with the number of its dataloader if there
+            are several.
+        sample: The number of the sample in the dataset.
+    """
+    dataset: Any = datasets[int(name.split("/")[0]) if len(datasets) > 1 else 0]
+    while not hasattr(dataset, "affine_of"):
+        if isinstance(dataset, Subset):
+            dataset, sample = dataset.dataset, dataset.indices[sample]
+        elif isinstance(dataset, ConcatDataset):
+            number = bisect_right(dataset.cumulative_sizes, sample)
+            sample -= dataset.cumulative_sizes[number - 1] if number else 0
+            dataset = dataset.datasets[number]
+        else:
+            return None
+    return dataset.affine_of(sample)
 
 
 def is_kept_as_it_is(value: Any) -> bool:

@@ -193,7 +193,9 @@ class _Output:
                 "sink takes the results of a source's samples; give source, such as "
                 'FieldFile("in.zarr"), or take the results as they are returned.'
             )
-        self.sink = sink if isinstance(sink, FieldSink) else FieldSink(sink)
+        if not isinstance(sink, FieldSink):
+            sink = FieldSink(sink, affine=lambda name, sample: fields[sample].affine)
+        self.sink = sink
         self._fields, self._done = fields, set[int]()
 
     def writing(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -105,7 +105,8 @@ def test_results_of_several_kinds(end, source, tmp_path):
 
 def test_volumes_and_pictures_are_sources(tmp_path):
     volume = VALUES[0].transpose(1, 2, 0).copy()
-    nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), tmp_path / "in.nii.gz")
+    affine = np.diag([2.0, 2, 3, 1])
+    nibabel.save(nibabel.Nifti1Image(volume, affine), tmp_path / "in.nii.gz")
     tifffile.imwrite(tmp_path / "in.tif", VALUES[0], photometric="minisblack")
     layers, flat = nn.Conv3d(1, 1, 3, padding=1), nn.Conv2d(3, 1, 3, padding=1)
     with torch.inference_mode():
@@ -113,6 +114,7 @@ def test_volumes_and_pictures_are_sources(tmp_path):
             layers, 3, source=VolumeFile(tmp_path / "in.nii.gz"), sink=tmp_path / "out.nii.gz"
         ) as x:
             layers(x[0])
+        assert (nibabel.load(tmp_path / "out.nii.gz").affine == affine).all()
         found = np.asanyarray(nibabel.load(tmp_path / "out.nii.gz").dataobj)
         assert_same(torch.from_numpy(found), layers(torch.from_numpy(volume)[None, None])[0, 0])
         with in_tiles(flat, 3, source=[ImageFile(tmp_path / "in.tif")]) as x:

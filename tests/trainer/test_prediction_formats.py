@@ -11,9 +11,9 @@ import pytest
 import tifffile
 import torch
 import zarr
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from lightning_shard import PredictionWriter
+from lightning_shard import PredictionWriter, VolumeDataset
 from lightning_shard.data.field_sink import Field, FieldSink
 from lightning_shard.trainer.callbacks.shared_arrays import SharedArrays
 from tests import training
@@ -385,3 +385,33 @@ def test_a_missing_package_is_named(monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, package, None)
         with pytest.raises(ModuleNotFoundError, match=rf"pip install 'lightning-shard\[{extra}\]'"):
             PredictionWriter(f"predictions{end}")
+
+
+class Images(Predicts):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return batch["image"]
+
+
+@pytest.mark.quick_rows("2")
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.spmd(n)) for n in (1, 2)])
+def test_voxels_lie_where_those_of_the_dataset_do(ranks):
+    folder = shared_path("volumes")
+    images = [folder / f"{i}.nii" for i in range(4)]
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir()
+        for i, path in enumerate(images):
+            affine = np.diag([2.0, 2, 3 + i, 1])
+            nibabel.save(nibabel.Nifti1Image(np.full((4, 3, 2), i, "f4"), affine), path)
+    torch.distributed.barrier()
+    of_files = VolumeDataset({"image": images})
+    part = Subset(of_files, [3, 1])
+    both = ConcatDataset([Subset(of_files, [2]), part])
+    runner = training.trainer((1,), callbacks=[PredictionWriter(folder / "out.nii")])
+    loaders = [DataLoader(part, 1), DataLoader(both, 1)]
+    runner.predict(Images(), loaders, return_predictions=False)
+    torch.distributed.barrier()
+    for number, numbers in enumerate([(3, 1), (2, 3, 1)]):
+        for sample, i in enumerate(numbers):
+            found = nibabel.load(folder / f"out_{number}_prediction_{sample:06d}.nii")
+            assert (found.affine == nibabel.load(images[i]).affine).all()
+            assert (found.get_fdata() == i).all()

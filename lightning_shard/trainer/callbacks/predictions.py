@@ -8,6 +8,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -22,6 +23,7 @@ from lightning_shard.data.atomic import disk_errors, partial_of, remove
 from lightning_shard.data.field_sink import ARRAYS, Field, FieldSink, refuse_another
 from lightning_shard.data.file_field import as_array
 from lightning_shard.data.sink_parts import (
+    affine_in,
     dtype_of,
     each_part,
     extents_of_parts,
@@ -98,7 +100,9 @@ class PredictionWriter(BasePredictionWriter):
             NotADirectoryError: A folder of the path is a file.
         """
         path = self.path or trainer.strategy.broadcast(_beside_logs(trainer))
-        self._sink = FieldSink(path, self.overwrite, self._affine_of(trainer))
+        loaders = tree_leaves(trainer.predict_dataloaders)
+        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        self._sink = FieldSink(path, self.overwrite, partial(affine_in, datasets))
         staged = partial_of(self._sink.path)
         self._sink.partial, self._staged = trainer.strategy.broadcast((self._sink.partial, staged))
         self._arrays = SharedArrays(self._sink.partial, self._staged)
@@ -307,11 +311,6 @@ class PredictionWriter(BasePredictionWriter):
                 self._sink.write(name, index, where, values)
             shutil.rmtree(place)
         remove(self._staged)
-
-    def _affine_of(self, trainer: Trainer) -> Any:
-        """Return what gives the affine matrix of a sample, if the dataset knows it."""
-        first = next(iter(tree_leaves(trainer.predict_dataloaders)), None)
-        return getattr(getattr(first, "dataset", None), "affine_of", None)
 
 
 def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
