@@ -108,6 +108,8 @@ class DarcyDataModule(LightningDataModule):
         at_least(3, train_resolution=train_resolution, test_resolutions=test_resolutions)
         if test_resolutions == []:
             raise ValueError("test_resolutions must have at least one resolution; got [].")
+        if test_resolutions and len({*test_resolutions}) < len(test_resolutions):
+            raise ValueError(f"each of test_resolutions must be there once; got {test_resolutions}")
         at_least(1, num_train=num_train, num_test=num_test, prefetch_factor=prefetch_factor)
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         at_least(0, num_val=num_val, num_workers=num_workers, seed=seed)

@@ -109,7 +109,11 @@ def ensure_cached(recipe: DarcyRecipe, root: Path, suffix: str = ".pt") -> None:
         if shutil.disk_usage(root).free < recipe.nbytes:  # known before hours of solving
             raise OSError(errno.ENOSPC, "No space left on device")
         _write(recipe, partial)
-        partial.rename(path)
+        try:
+            partial.rename(path)
+        except OSError:
+            if not path.is_dir():  # else another process has generated the same folder meanwhile
+                raise
     except (OSError, RuntimeError) as error:  # HDF5 and torch raise both
         if isinstance(error, ConvergenceError):
             raise
@@ -163,12 +167,20 @@ def find_samples(source: Path, part: Part, resolution: int) -> Path:
 
     Raises:
         FileNotFoundError: If there is none; the message names the resolutions that are there.
+        ValueError: If one file is to hold all, and has no groups.
     """
     if source.suffix in FieldFile.SUFFIXES:
         if not source.exists():
             raise FileNotFoundError(
                 f"the Darcy samples {source} do not exist; correct `source`, or leave it out to "
                 "generate samples."
+            )
+        if not _groups(source) and {"x", "y"} <= {*FieldFile(source).arrays}:
+            raise ValueError(
+                f"{source} has no groups such as train_{resolution} and test_{resolution}, so the "
+                "samples for test would be those of training; put its arrays into such groups, or "
+                f"name a folder with a file darcy_train_{resolution}{source.suffix} and one for "
+                "test."
             )
         return source
     files = [
@@ -218,6 +230,11 @@ def read_samples(path: Path, part: Part, resolution: int, count: int) -> tuple[T
     return x, y
 
 
+def _groups(path: Path) -> list[str]:
+    """Return the names of the groups that a file has for parts and resolutions."""
+    return sorted(n for n in FieldFile(path).arrays if n.startswith(("train_", "test_")))
+
+
 def field_group(path: Path, part: Part, resolution: int, count: int) -> str:
     """Find the group of a file with one part at one resolution; "" for a file without groups.
 
@@ -226,7 +243,7 @@ def field_group(path: Path, part: Part, resolution: int, count: int) -> str:
         ValueError: If it holds fewer samples, other arrays, or another resolution.
     """
     wanted = f"{part}_{resolution}"
-    found = sorted(n for n in FieldFile(path).arrays if n.startswith(("train_", "test_")))
+    found = _groups(path)
     if found and wanted not in found:
         raise FileNotFoundError(
             f"{path} has no group {wanted}, which the {part} samples at resolution {resolution} "

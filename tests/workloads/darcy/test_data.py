@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_modules import DarcyDataModule, TFNODarcy
-from lightning_modules.darcy.files import DarcyRecipe
+from lightning_modules.darcy.files import DarcyRecipe, ensure_cached
+from lightning_shard import write_fields
 from tests import training
 
 SIZES = {"train_resolution": 8, "num_train": 6, "num_val": 2, "num_test": 3, "batch_size": 2}
@@ -117,6 +118,35 @@ def test_reads_hdf5(tmp_path, grouped):
     data = ready(source=str(source), test_resolutions=[8])
     assert whole(data._train)["y"].equal(y["train"][:, None])
     assert whole(data._val[0])["x"].equal(y["test"][:2])
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_one_file_needs_groups_for_training_and_test(suffix, tmp_path):
+    source, y = tmp_path / f"all{suffix}", torch.rand(9, 1, 8, 8)
+    write_fields(source, 9, [{"x": y.numpy(), "y": y.numpy()}])
+    with pytest.raises(ValueError, match="samples for test would be those of training; put"):
+        ready(source=str(source), test_resolutions=[8])
+
+
+def test_a_resolution_that_is_there_twice():
+    with pytest.raises(ValueError, match=r"test_resolutions must be there once; got \[8, 8\]"):
+        DarcyDataModule(test_resolutions=[8, 8], num_test=[1, 2])
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".h5", ".zarr"])
+def test_two_processes_may_generate_at_once(suffix, tmp_path, monkeypatch):
+    recipe, generate = DarcyRecipe("train", 8, 3), DarcyRecipe.generate
+
+    def after_another(self):
+        monkeypatch.setattr(DarcyRecipe, "generate", generate)
+        ensure_cached(recipe, tmp_path, suffix)
+        return generate(self)
+
+    monkeypatch.setattr(DarcyRecipe, "generate", after_another)
+    ensure_cached(recipe, tmp_path, suffix)
+    assert [*tmp_path.iterdir()] == [recipe.path(tmp_path, suffix)]
+    monkeypatch.setattr(DarcyRecipe, "generate", lambda self: pytest.fail("generated again"))
+    ensure_cached(recipe, tmp_path, suffix)
 
 
 def test_says_which_file_is_missing(tmp_path):
