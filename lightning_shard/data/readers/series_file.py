@@ -75,6 +75,11 @@ class Variable:
         index = {i: next(rows) for i, dim in enumerate(self.dims) if dim in "S-"}
         places: dict[str, Any] = {"N": trajectory, "T": step, "C": slice(None)}
         stored = [i for i, dim in enumerate(self.dims) if dim != "-"]
+        if tuple(array.shape) != (expected := tuple(self.shape[i] for i in stored)):
+            raise ValueError(
+                f"it has the shape {tuple(array.shape)}, and that of the first trajectory is "
+                f"{expected}"
+            )
         values = np.asarray(array[tuple(index.get(i, places.get(self.dims[i])) for i in stored)])
         kept = [i for i, dim in enumerate(self.dims) if dim in "CS-"]
         values = np.expand_dims(values, tuple(n for n, i in enumerate(kept) if self.dims[i] == "-"))

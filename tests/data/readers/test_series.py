@@ -267,6 +267,17 @@ def test_files_that_cannot_be_read(name, tmp_path):
         SeriesDataset(tmp_path / "a.csv")
 
 
+def test_a_trajectory_of_another_grid(tmp_path):
+    pdebench_seeds(tmp_path / "seeds.h5")
+    with h5py.File(tmp_path / "seeds.h5", "a") as file:
+        del file["0001/data"]
+        file["0001/data"] = np.zeros((T, 2 * H, 2 * W, 2), "f4")
+    dataset = SeriesDataset(tmp_path / "seeds.h5")
+    assert dataset[T - 2]["x"].shape == (2, H, W)
+    with pytest.raises(ValueError, match=r"trajectory 1 .* has the shape \(5, 14, 12, 2\), and"):
+        dataset[T - 1]
+
+
 def test_damage_is_noticed(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("density", data=STATE[:, :, 0], chunks=(1, 1, H, W), fletcher32=True)
