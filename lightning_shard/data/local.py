@@ -26,8 +26,8 @@ class LocalPart(NotYetATensor):
     Attributes:
         tensor: This rank's rows.
         shape: The global shape.
-        samples: What tells each sample from others, such as its number and its file; the ranks of a
-            domain must have read the same ones.
+        samples: The identity of each sample, such as its number and its file; the ranks of a domain
+            must have read the same ones.
     """
 
     tensor: Tensor

@@ -41,7 +41,7 @@ class Slab:
 
         Args:
             read: A function that reads the values at an index.
-            sample: What tells the sample from others, see `part`.
+            sample: The identity of the sample, see `part`.
             dtype: The dtype to which values are converted.
 
         Raises:
@@ -56,8 +56,8 @@ class Slab:
 
         Args:
             rows: The values at `index` of the sample's field.
-            sample: What tells the sample from others on all ranks alike: its number in the dataset,
-                or a tuple of it and what tells its file. Ranks that read others are refused.
+            sample: The identity of the sample, alike on all ranks that have it: its number in the
+                dataset, or a tuple of this and of its file. Ranks that read others are refused.
         """
         return LocalPart(rows, self.shape, (sample,)) if self.is_split else rows
 

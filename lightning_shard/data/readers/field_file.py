@@ -277,8 +277,8 @@ def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.
 
     Raises:
         OSError: It cannot be written, for example on a full disk.
-        ValueError: The end of the path is not known, or the blocks do not make up `count` samples
-            of one shape and dtype for each name.
+        ValueError: The end of the path is not known, a value is no number, or the blocks do not
+            make up `count` samples of one shape and dtype for each name.
     """
     path = Path(path)
     _refuse_other_ends(path)
@@ -344,12 +344,14 @@ def _of_kinds(kinds: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> str:
 
 
 def _create(root: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    if dtype.kind not in "biufc":
+        raise ValueError(f"{name} has values of {dtype}, which are no numbers; leave it out.")
     edges = [min(n, max(EDGE, -(-n // BLOCKS))) for n in shape[2:]]
-    chunks = (1, shape[1], *edges)
+    chunks = (1, *shape[1:2], *edges)
     if not hasattr(root, "create_array"):  # HDF5
         root.create_dataset(name, shape, dtype, chunks=chunks, fletcher32=True)
         return
-    sample = (1, shape[1], *(-(-n // e) * e for n, e in zip(shape[2:], edges, strict=True)))
+    sample = (1, *shape[1:2], *(-(-n // e) * e for n, e in zip(shape[2:], edges, strict=True)))
     root.create_array(
         name,
         shape=shape,

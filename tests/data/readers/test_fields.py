@@ -321,6 +321,15 @@ def test_tensors_are_written_as_arrays(suffix, dtype, tmp_path):
     assert FieldDataset(path, ["x"])[1]["x"].equal(values[1].float())
 
 
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_a_number_for_each_sample(suffix, tmp_path):
+    path = tmp_path / f"fields{suffix}"
+    write_fields(path, 2, [{"x": field(0, (2, 1, 4, 4)), "y": np.arange(2)}])
+    assert FieldDataset(path)[1]["y"].tolist() == [1.0]
+    with pytest.raises(ValueError, match="x has values of <U1, which are no numbers"):
+        write_fields(path, 1, [{"x": np.array([["a"]])}])
+
+
 @pytest.mark.parametrize("dtype", ["f4", "i2", "?", "c8"])
 def test_blocks_that_are_gone_are_no_zeros(dtype, tmp_path):
     path = tmp_path / "fields.zarr"
