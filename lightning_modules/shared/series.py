@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -30,7 +31,8 @@ class SeriesDataModule(LightningDataModule):
         pin_memory: True puts batches into page-locked memory where there is an accelerator.
 
     Raises:
-        ValueError: A number is too small.
+        ValueError: A number is too small, or files of one stage have other channels than those of
+            training.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class SeriesDataModule(LightningDataModule):
             for name, path in self.paths.items()
             if path is not None
         }
+        for name, dataset in self.datasets.items():
+            _same_channels(f"{self.paths[name]}", dataset, self.datasets["train"])
 
     @override
     def train_dataloader(self) -> DataLoader[dict[str, Any]]:
@@ -87,3 +91,28 @@ class SeriesDataModule(LightningDataModule):
 
     def _loader(self, name: str, *, shuffle: bool = False) -> DataLoader[dict[str, Any]]:
         return make_loader(self.datasets[name], self.batch_size, shuffle=shuffle, **self.loading)
+
+
+def _same_channels(path: str, dataset: SeriesDataset, train: SeriesDataset) -> None:
+    """Compare the variables of files with those of training, and their levels; grids may differ.
+
+    Raises:
+        ValueError: The network would be given other channels than it was trained with.
+    """
+    file, first = dataset.files[0], train.files[0]
+    channels, wanted = ([(v.name, v.components) for v in f.variables] for f in (file, first))
+    if channels != wanted:
+        raise ValueError(
+            f"{path} has the channels {channels}, but training has {wanted}; name `variables`."
+        )
+    for dim, values in file.grid.items():
+        others = first.grid.get(dim)
+        if values is None or others is None or np.array_equal(values, others):
+            continue
+        # a grid of another resolution is right, and one that is turned is not
+        if np.array_equal(np.sort(values), np.sort(others)) or "lev" in str(dim).lower():
+            raise ValueError(
+                f"{path} has other coordinates along {dim!r} than training ({values[0]} to "
+                f"{values[-1]}, not {others[0]} to {others[-1]}); write the files alike, or name "
+                "them in `select`."
+            )

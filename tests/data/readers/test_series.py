@@ -267,6 +267,26 @@ def test_files_that_cannot_be_read(name, tmp_path):
         SeriesDataset(tmp_path / "a.csv")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.isel(latitude=slice(0, None, 2)), None),
+        (lambda w: w[["t2m", "z"]], r"has the channels \[\('t2m', 1\), \('z', 2\)\], but training"),
+        (lambda w: w.isel(level=[1, 0]), r"along 'level' than training \(850 to 500, not 500 to"),
+        (lambda w: w.assign_coords(level=[300, 500]), r"along 'level' than training"),
+        (lambda w: w.isel(latitude=slice(None, None, -1)), "along 'latitude' than training"),
+    ],
+)
+def test_other_channels_than_those_of_training(change, words, tmp_path):
+    file = weather().assign_coords(latitude=np.arange(float(H)))
+    file.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    change(file).to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    data = SeriesDataModule(str(tmp_path / "a.nc"), test=str(tmp_path / "b.nc"))
+    data.trainer = None
+    with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+        data.setup("test")
+
+
 def test_a_trajectory_of_another_grid(tmp_path):
     pdebench_seeds(tmp_path / "seeds.h5")
     with h5py.File(tmp_path / "seeds.h5", "a") as file:
