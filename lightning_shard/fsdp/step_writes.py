@@ -177,7 +177,7 @@ class GatheredParameters:
             if (
                 version_of(whole) != version
                 or self._is_moved(whole)
-                or (whole.dtype == shard.dtype and self._differs(whole, shard))
+                or self._differs(whole, shard)
             ):
                 raise RuntimeError(
                     f"a step wrote into a sharded parameter of shape {tuple(whole.shape)}, through "

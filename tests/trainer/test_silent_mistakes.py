@@ -276,12 +276,13 @@ def test_a_step_that_writes_into_parameters(how):
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("how", ["in place", "data in place"])
 @pytest.mark.parametrize("policy", [None, {"param_dtype": "float32"}])
-def test_a_step_that_writes_into_shards(policy):
+def test_a_step_that_writes_into_shards(policy, how):
     """FSDP2 would forget it after the step."""
     options = {"sharding": "full", "mp_policy": policy}
     with pytest.raises(RuntimeError, match=r"wrote into a sharded .* sharding='none'"):
-        fit_sharded(Follows("in place"), (2,), strategy=options)
+        fit_sharded(Follows(how), (2,), strategy=options)
 
 
 class ByHand(Featured):
