@@ -174,11 +174,7 @@ class GatheredParameters:
                 switched = self.frozen_in_step
                 (switched.discard if whole.requires_grad else switched.add)(whole)
             # p.data.mul_() leaves no trace but the values
-            if (
-                version_of(whole) != version
-                or self._is_moved(whole)
-                or self._differs(whole, shard)
-            ):
+            if version_of(whole) != version or self._is_moved(whole) or self._differs(whole, shard):
                 raise RuntimeError(
                     f"a step wrote into a sharded parameter of shape {tuple(whole.shape)}, through "
                     "self.parameters() or optimizer.param_groups, and FSDP2 would lose it: "

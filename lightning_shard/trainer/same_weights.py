@@ -19,6 +19,16 @@ from lightning_shard.processes.failures.failure_watch import is_of_processes
 from lightning_shard.tensor.tensor import DomainTensor
 
 _RELATIVE = 1e-4  # kernels of the ranks may round otherwise
+_OF_ONE_RANK = (
+    "A hook or a callback has changed it on some ranks alone, or called the module in its training "
+    "mode there. Let all ranks do so, or draw pictures in eval mode."
+)
+_OF_SAMPLES = (
+    "It is equal where ranks share their samples: each data replica may have set it of its own "
+    "samples, as a layer does that begins from the first batch. Set the mean of all replicas, "
+    "self.trainer.strategy.reduce(value, reduce_op='mean'). Or a hook or a callback has changed it "
+    "on some ranks alone; let all ranks do so."
+)
 
 
 def refuse_drifted_weights(
@@ -45,16 +55,16 @@ def refuse_drifted_weights(
     of_weights = torch.tensor([isinstance(x, nn.Parameter) for x in held.values()])
     firsts = [replicas.index(replica) for replica in replicas]  # that share the rank's samples
     wanted = torch.where(of_weights, norms[:1], norms[firsts])
-    differs = ~torch.isclose(norms, wanted, rtol=_RELATIVE, atol=0.0, equal_nan=True)
+    differs = ~_are_close(norms, wanted)
     if not differs.any():
         return
     rank, column = map(int, differs.nonzero()[0])
+    is_of_replicas = _are_close(norms, norms[firsts])[:, column].all()
     kind, first = ("parameter", 0) if of_weights[column] else ("buffer", firsts[rank])
     raise DisagreementError(
         f"the {kind} {[*held][column]!r} differs: its norm is {wanted[rank, column]:.6g} on rank "
         f"{first} and {norms[rank, column]:.6g} on rank {rank}, so these ranks train different "
-        "networks. A hook or a callback has changed it on some ranks alone, or called the module "
-        "in its training mode there. Let all ranks do so, or draw pictures in eval mode."
+        f"networks. {_OF_SAMPLES if is_of_replicas else _OF_ONE_RANK}"
     )
 
 
@@ -69,6 +79,10 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             and not (x.is_nested or x.is_meta)
         ):
             yield name, x
+
+
+def _are_close(norms: Tensor, others: Tensor) -> Tensor:
+    return torch.isclose(norms, others, rtol=_RELATIVE, atol=0.0, equal_nan=True)
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -617,3 +617,33 @@ def test_a_picture_drawn_in_eval_mode_on_one_rank():
     fit_alone(alone, callbacks=[ChangesOnOneRank(draw)])
     fit_sharded(module, (2,), callbacks=[ChangesOnOneRank(draw)])
     assert_same_state(module, alone)
+
+
+class BegunByABatch(Featured):
+    """Takes a parameter from its first batch, as an ActNorm does."""
+
+    def __init__(self, common):
+        super().__init__()
+        self.common, self.is_new = common, True
+
+    def training_step(self, batch, batch_idx):
+        if self.is_new:
+            with torch.no_grad():
+                self.offset.copy_(self.common(self, batch["x"].mean()))
+            self.is_new = False
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.spmd(2)
+def test_a_parameter_that_a_step_takes_from_its_batch():
+    """Data replicas have other samples: the mean of theirs is that of the whole batch."""
+
+    def mean(module, value):
+        return module.trainer.strategy.reduce(value, reduce_op="mean")
+
+    with pytest.raises(DisagreementError, match=r"set it of its own samples.*strategy\.reduce"):
+        fit_sharded(BegunByABatch(lambda _, value: value), (1,))
+    alone, module = BegunByABatch(mean), BegunByABatch(mean)
+    fit_alone(alone)
+    fit_sharded(module, (1,))
+    assert_same_state(module, alone)
