@@ -14,12 +14,16 @@ _NO_FUNCTION = _WHOLE + (
     "parameters_to_vector flatten, so call it on p.full_tensor() or p.grad.full_tensor(), which "
     "are whole on every rank."
 )
+_WHOLE_GRADIENT = (
+    "To set a gradient of a whole tensor, equal on all ranks: p.grad.copy_(torch.distributed."
+    "tensor.distribute_tensor(whole, p.device_mesh, p.placements))."
+)
 _BY_MESSAGE = {
     "got mixed torch.Tensor and DTensor": _WHOLE + (
         "Or: a parameter, or its gradient, was used where each rank holds a shard of it. Outside "
         "of the steps call the module itself, mark the method as fabric's "
         "model.mark_forward_method('name'), or read and write parameters inside `with "
-        "lightning_shard.whole_parameters(module):`."
+        f"lightning_shard.whole_parameters(module):`. {_WHOLE_GRADIENT}"
     ),
     "does not have a sharding strategy registered": _NO_FUNCTION,
     "Sharding propagation failed": _NO_FUNCTION,
@@ -110,6 +114,20 @@ def _optimizer_of(error: BaseException, optimizers: Iterable[Optimizer]) -> Opti
     return found if is_of_shards and any(w in inside.lower() for w in _WORDS_OF_SHARDS) else None
 
 
+def _of_optimizer(optimizer: Optimizer) -> str:
+    """Word what an optimizer of shards cannot do; a program may have given it whole gradients."""
+    held = [p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor)]
+    if any(p.grad is not None and not isinstance(p.grad, DTensor) for p in held):
+        return f"{_WHOLE}Or: a gradient is whole where its parameter is a shard. {_WHOLE_GRADIENT}"
+    return _OF_OPTIMIZERS.format(type(optimizer).__name__)
+
+
+def _is_of_step(error: BaseException) -> bool:
+    """Return True if a training step raised `error`, in which parameters are whole."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == "training_step" for frame, _ in frames)
+
+
 def _refusals_behind(error: BaseException) -> Sequence[BaseException]:
     """Return a refusal of ours that another package has put behind an error of its own."""
     behind = error.__cause__ or error.__context__
@@ -128,10 +146,10 @@ def explain(
     """Add a remedy to `error` if one is known, as a note with which its traceback ends."""
     optimizer = _optimizer_of(error, optimizers)
     if optimizer is not None:
-        notes = [_OF_OPTIMIZERS.format(type(optimizer).__name__)]
+        notes = [_of_optimizer(optimizer)]
     else:
         notes = [note for message, note in _BY_MESSAGE.items() if message in str(error)]
-        if "got mixed torch.Tensor and DTensor" in str(error) and by_hand:
+        if "got mixed torch.Tensor and DTensor" in str(error) and by_hand and _is_of_step(error):
             notes = [_MANUAL_STEP]
     if _is_of_too_small_a_dataset(error):
         notes.append(

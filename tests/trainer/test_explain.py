@@ -1,14 +1,16 @@
 """The notes below errors name the way out of the case, and no other."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_shard import UnsupportedOperationError
+from lightning_shard import UnsupportedOperationError, whole_parameters
 from lightning_shard.trainer.explain import explain
-from tests.trainer.featured import Featured, fit_sharded, loader
+from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded, loader
 from tests.training import shared_path, trainer
 
 
@@ -42,6 +44,79 @@ def test_a_refusal_of_ours_has_no_note_of_the_optimizer():
     with pytest.raises(RuntimeError, match="sharding='none' keeps parameters whole") as caught:
         fit_sharded(write, (2,), strategy={"sharding": "full"})
     assert not any("optimizer" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+class WritesBetweenSteps(Featured):
+    """Adds a plain tensor to its parameters between two steps of manual optimization."""
+
+    def __init__(self, opened):
+        super().__init__()
+        self.automatic_optimization = False
+        self.opened = opened
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def on_train_batch_end(self, *_):
+        with torch.no_grad(), self.opened(self):
+            for p in self.network.parameters():
+                p.add_(torch.full(p.shape, 0.01, dtype=p.dtype))
+
+
+@pytest.mark.spmd(2)
+def test_a_write_between_two_steps_by_hand():
+    module, full = WritesBetweenSteps(nullcontext), {"sharding": "full"}
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        fit_sharded(module, (2,), strategy=full)
+    (note,) = caught.value.__notes__
+    assert "with lightning_shard.whole_parameters(module)" in note
+    module, alone = WritesBetweenSteps(whole_parameters), WritesBetweenSteps(nullcontext)
+    fit_sharded(module, (2,), strategy=full)
+    fit_alone(alone)
+    assert_same_state(module, alone)
+
+
+class ScalesGradients(Featured):
+    """Makes gradients whole, and others of them, as surgery of gradients does."""
+
+    def __init__(self, assign):
+        super().__init__()
+        self.assign = assign
+
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            self.assign(p, whole * 2)
+
+
+def assign_whole(p, gradient):
+    p.grad = gradient
+
+
+def assign_a_shard(p, gradient):
+    if isinstance(p, DTensor):
+        gradient = distribute_tensor(gradient, p.device_mesh, p.placements)
+    p.grad.copy_(gradient)
+
+
+@pytest.mark.spmd(2)
+def test_a_whole_gradient_of_a_shard():
+    for assign in (assign_whole, lambda p, gradient: p.grad.copy_(gradient)):
+        with pytest.raises(RuntimeError, match="got mixed") as caught:
+            fit_sharded(ScalesGradients(assign), (2,), strategy={"sharding": "full"})
+        (note,) = caught.value.__notes__
+        assert "distribute_tensor(whole, p.device_mesh, p.placements)" in note
+        assert "AdamW" not in note
+    runs = (assign_a_shard, "full"), (assign_whole, "none")
+    alone = ScalesGradients(assign_whole)
+    fit_alone(alone)
+    for assign, mode in runs:
+        module = ScalesGradients(assign)
+        fit_sharded(module, (2,), strategy={"sharding": mode})
+        assert_same_state(module, alone)
 
 
 class WithHook(Featured):
