@@ -250,7 +250,8 @@ def _shard(work: Work) -> None:
     module, options = work.module, work.options
     chosen = [b for b in work.chosen if not isinstance(b, FSDPModule)]
     placed = {p for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
-    plain = work.ignored | {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
+    # FSDP2 shards dim 0, and reduces no gradient without numbers
+    plain = work.ignored | {p for p in module.parameters() if p.ndim == 0 or not p.numel()}
     sparse = {*may_be_sparse(module)}  # it sends dense gradients
     plain |= {p for p in module.parameters() if p in sparse}
     plain |= of_other_dtypes([*chosen, module], plain | placed)

@@ -13,7 +13,7 @@ from torch.func import functional_call, jvp
 
 from lightning_shard import init_mesh, parallelize, whole_parameters
 from lightning_shard.fsdp import rank_barrier
-from tests.trainer.featured import Featured, fit_alone, fit_sharded
+from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
 
 
 def layer():
@@ -170,3 +170,23 @@ def test_rows_of_shards_are_refused():
         module.weight[0].mul_(0.5)
     expected[0] *= 0.5
     torch.testing.assert_close(module.weight.full_tensor(), expected)
+
+
+class WithoutNumbers(Featured):
+    """Has a parameter without numbers, as a network with an option that is switched off."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(x) + self.extra.sum()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["full", "gradients", "none"])
+def test_a_parameter_without_numbers(sharding):
+    alone, module = WithoutNumbers(), WithoutNumbers()
+    fit_alone(alone)
+    fit_sharded(module, (2,), strategy={"sharding": sharding})
+    assert_same_state(module, alone)
