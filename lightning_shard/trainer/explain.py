@@ -32,13 +32,17 @@ _BY_MESSAGE = {
         "while the block runs only, and torch.autograd.grad finds no shard; with "
         "sharding='gradients' they stay whole until backward."
     ),
-    ".numpy() is not supported for tensor subclasses": _WHOLE + (
+    "is not supported for tensor subclasses": _WHOLE + (
         "Or: sharded parameters and gradients have no array: write p.full_tensor().numpy() or "
-        "p.grad.full_tensor().numpy() on all ranks."
+        "p.grad.full_tensor().numpy() on all ranks, and likewise .tolist()."
     ),
     "cannot compute the infinity norm on an empty tensor": _WHOLE + (
         "Or: torch finds no largest number of a gradient of which a rank has no part; clip by "
         "another norm, or by gradient_clip_val of the Trainer."
+    ),
+    "Expected reduction dim to be specified for input.numel() == 0": _WHOLE + (
+        "Or: torch finds no largest or least number of a parameter or gradient of which a rank has "
+        "no part: ask p.full_tensor() or p.grad.full_tensor(), on all ranks."
     ),
     "but its data is not allocated yet": _WHOLE + (
         "Or: torch.tensor was given sharded tensors, such as norms of gradients, which it cannot "

@@ -1,9 +1,11 @@
 """The notes below errors name the way out of the case, and no other."""
 
+import re
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -212,13 +214,43 @@ def test_operations_counted_in_a_test_keep_its_other_numbers():
     assert runner.callback_metrics == alone.callback_metrics
 
 
-def test_the_largest_number_of_an_empty_shard():
+def test_the_largest_norm_of_an_empty_shard():
     with pytest.raises(RuntimeError) as caught:
         torch._foreach_norm([torch.zeros(0)], float("inf"))
     explain(caught.value)
     (note,) = caught.value.__notes__
     assert "sharding='none'" in note
     assert "gradient_clip_val" in note
+
+
+def largest(gradients):
+    return max(g.abs().amax() for g in gradients)
+
+
+def as_list(gradients):
+    return max(next(g for g in gradients if g.shape == (4,)).tolist())
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [(largest, "Expected reduction dim"), (as_list, r"\.tolist\(\) is not supported")],
+)
+def test_what_torch_lacks_for_shards_in_a_hook(read, message):
+    """The last rank has no part of a weight with one row."""
+    with pytest.raises(Exception, match=r".") as caught:
+        fit_sharded(WithHook(read), (2,), strategy={"sharding": "full"})
+    if dist.get_rank() == 1:
+        assert re.search(message, str(caught.value))
+        assert "p.grad.full_tensor()" in caught.value.__notes__[0]
+
+    def in_whole(gradients):
+        return read([g.full_tensor() if isinstance(g, DTensor) else g for g in gradients])
+
+    ways = (WithHook(in_whole), "full"), (WithHook(read), "none")
+    runs = [fit_sharded(module, (2,), strategy={"sharding": mode}) for module, mode in ways]
+    found, expected = (run.callback_metrics["found"] for run in runs)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.spmd(2)
