@@ -12,7 +12,8 @@ _WHOLE = "sharding='none' keeps parameters whole on each rank, and then this run
 _NO_FUNCTION = _WHOLE + (
     "Or: torch has no such function for sharded parameters and gradients, which ModelPruning and "
     "parameters_to_vector flatten, so call it on p.full_tensor() or p.grad.full_tensor(), which "
-    "are whole on every rank."
+    "are whole on every rank. What writes into p, as nn.init does, goes inside `with "
+    "lightning_shard.whole_parameters(module):`."
 )
 _WHOLE_GRADIENT = (
     "To set a gradient of a whole tensor, equal on all ranks: p.grad.copy_(torch.distributed."

@@ -81,6 +81,33 @@ def test_a_write_between_two_steps_by_hand():
     assert_same_state(module, alone)
 
 
+class BegunAgain(Featured):
+    """Gives a layer new first values between two steps."""
+
+    def __init__(self, opened):
+        super().__init__()
+        self.opened = opened
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            torch.manual_seed(5)
+            with self.opened(self):
+                torch.nn.init.orthogonal_(self.network[0].weight)
+
+
+@pytest.mark.spmd(2)
+def test_first_values_that_torch_cannot_give_to_shards():
+    full = {"sharding": "full"}
+    with pytest.raises(RuntimeError, match="Sharding propagation failed") as caught:
+        fit_sharded(BegunAgain(nullcontext), (2,), strategy=full)
+    (note,) = caught.value.__notes__
+    assert "with lightning_shard.whole_parameters(module)" in note
+    module, alone = BegunAgain(whole_parameters), BegunAgain(nullcontext)
+    fit_sharded(module, (2,), strategy=full)
+    fit_alone(alone)
+    assert_same_state(module, alone)
+
+
 class ScalesGradients(Featured):
     """Makes gradients whole, and others of them, as surgery of gradients does."""
 
