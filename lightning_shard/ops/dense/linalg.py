@@ -168,7 +168,9 @@ def diag(func: Callable[..., Tensor], x: Any, diagonal: int = 0, **named: int) -
     offset = named.get("offset", diagonal)
     if func in (torch.diagflat, Tensor.diagflat):
         x = x.flatten()
-    return x.diag_embed(offset) if x.ndim == 1 else x.diagonal(offset)
+    if x.ndim == 1:
+        return x.diag_embed(offset)
+    return x.diagonal(offset).clone(memory_format=torch.contiguous_format)  # torch copies, too
 
 
 @composes(torch.block_diag)
