@@ -230,7 +230,8 @@ class FieldSink:
             put_in_place(self.partial, self.path)
             return [self.path]
         if self.overwrite:
-            for there in self._there():
+            names = (re.escape(name.replace("/", "_")) for name in self.fields)
+            for there in self._there("|".join(names)):
                 remove(there)
         self._raw.clear()
         if self.end:
@@ -298,12 +299,16 @@ class FieldSink:
         remove(self.partial / "raw")
         put_in_place(self.partial, self.path)
 
-    def _there(self) -> list[Path]:
-        """Return files that would be replaced."""
+    def _there(self, names: str = ".*") -> list[Path]:
+        """Return the files that are there with the names of samples of some fields.
+
+        Args:
+            names: A pattern of the fields' names; by default of all that there may be.
+        """
         found = [self.path] if self.path.exists() else []
         if self.end and self.end not in ARRAYS and self.path.parent.is_dir():
             stem = self.path.name.removesuffix(self.end)
-            numbered = re.compile(rf"{re.escape(stem)}_(.*_)?\d{{6}}{re.escape(self.end)}")
+            numbered = re.compile(rf"{re.escape(stem)}_(({names})_)?\d{{6}}{re.escape(self.end)}")
             found += sorted(p for p in self.path.parent.iterdir() if numbered.fullmatch(p.name))
         return found
 

@@ -367,6 +367,18 @@ def test_two_runs_that_write_one_file_do_not_mix(kind, tmp_path):
     assert not [*tmp_path.glob("*.partial")]
 
 
+def test_files_beside_that_no_run_has_written_are_not_replaced(tmp_path):
+    scan, old = tmp_path / "case_T1_000001.tif", tmp_path / "case_000005.tif"
+    for path in (scan, old):
+        path.touch()
+    sink = FieldSink(tmp_path / "case.tif", overwrite=True)
+    sink.add("prediction", Field(2, (1, 9, 7), np.dtype("f4")))
+    for sample in range(2):
+        sink.write("prediction", sample, (), np.ones((1, 9, 7), "f4"))
+    sink.close()
+    assert {*tmp_path.iterdir()} == {scan, *(tmp_path / f"case_00000{n}.tif" for n in range(2))}
+
+
 def test_a_folder_with_other_files_is_not_replaced(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(FileExistsError, match=r"'notes.txt', which is no prediction and would be"):
