@@ -191,6 +191,31 @@ class TileTensor(LocalField):
         """Return the whole tensor; differentiable."""
         return TileTensor.join(self)
 
+    def to_local(self) -> Tensor:
+        """Refuse: the caller has no part of its own.
+
+        Raises:
+            UnsupportedOperationError: Always.
+        """
+        raise UnsupportedOperationError(
+            "to_local() gives the part of a rank, and a field in tiles has one for each tile: take "
+            "lightning_shard.gather(x), or let lightning_shard.local_map(function)(x) see each part"
+        )
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Refuse a class of another package, as torchvision's `Image`.
+
+        Raises:
+            UnsupportedOperationError: The class is no plain tensor.
+        """
+        if cls is Tensor:
+            with without_rules():
+                return super().as_subclass(cls)
+        raise UnsupportedOperationError(
+            f"a field in tiles cannot be of class {cls.__name__}; call functions, such as those of "
+            "torchvision.transforms.v2, with the field as it is"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "TileTensor":
         """A copy of all parts; as in torch, only of a leaf."""
         with without_rules():

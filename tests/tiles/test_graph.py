@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchvision import tv_tensors
+from torchvision.transforms import v2
 
 import lightning_shard
 from lightning_shard.domain.align import sum_over
@@ -322,6 +324,12 @@ def test_is_a_tensor_of_one_process() -> None:
     assert torch.equal(lightning_shard.gather(copy.deepcopy(y)), x)
     with pytest.raises(TypeError, match=r"pickle lightning_shard\.gather"):
         copy.copy(y).__reduce_ex__(2)
+    with pytest.raises(UnsupportedOperationError, match=r"local_map\(function\)\(x\) see each"):
+        y.to_local()
+    with pytest.raises(UnsupportedOperationError, match="cannot be of class Image"):
+        tv_tensors.Image(y)
+    assert_same(v2.functional.horizontal_flip(y), x.flip(-1))
+    assert_same(lightning_shard.local_map(lambda part: part + 1)(y), x + 1)
     assert "3 tiles" in repr(y)
     y.data = cut(x * 2)
     assert torch.equal(lightning_shard.gather(y), x * 2)
