@@ -30,16 +30,14 @@ Tree = dict[str, Any]
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return `module.state_dict()` under plain names, with sharded tensors as DTensors.
+    """Return `module.state_dict()`, with sharded tensors as DTensors.
 
-    torch's `get_model_state_dict` gives the same names and tensors, by a walk over all modules that
-    these lines do not need. Asked for whole tensors it refuses a state dict with anything else in
-    it, such as neuralop's `_metadata`, and all of them are whole at once on rank 0.
+    Names are those of the module, as in plain Lightning: a block that a program has compiled keeps
+    `_orig_mod.`, which torch's `get_model_state_dict` takes out. Asked for whole tensors, that
+    function refuses a state dict with anything else in it, such as neuralop's `_metadata`, and all
+    of them are whole at once on rank 0.
     """
-    state = module.state_dict()
-    for name in [name for name in state if plain_name(name) != name]:
-        state[plain_name(name)] = state.pop(name)
-    return state
+    return module.state_dict()
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -127,7 +125,7 @@ def share_buffers(state: dict[str, Any], module: nn.Module) -> None:
 
     A buffer that is split is gathered. Others are those of rank 0, as under DDP.
     """
-    parameters = {plain_name(name) for name, _ in module.named_parameters()}
+    parameters = {name for name, _ in module.named_parameters()}
     for name, value in state.items():
         if is_field(value):
             state[name] = gather(value.detach())

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard import load_weights, parallelize
+from lightning_shard import load_weights, parallelize, save_weights
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.checkpoint.stored import StoredTensor
 from lightning_shard.checkpoint.weights import copy_weights, stored_weights
+from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.mesh import make_mesh
 from tests.training import make, shared_path
 
@@ -164,3 +165,25 @@ def test_complex128_as_pairs(tmp_path):
     stored = stored_weights(tmp_path / "a.safetensors")["a"]
     assert stored.dtype == torch.complex128
     assert torch.equal(stored.whole(), source["a"])
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_block_that_a_program_compiled_keeps_its_names(mode):
+    """Plain Lightning asks for them; a module that compiles nothing reads them, too."""
+
+    def made(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+
+    def compiled(module):
+        return nn.Sequential(torch.compile(module[0], backend="eager"), module[1])
+
+    module, plain, path = compiled(made(0)), made(1), shared_path("weights.pt")
+    names = [*module.state_dict()]
+    parallelize(module, make_mesh("cpu", 1, (2,)), options=ShardingOptions(mode=mode))
+    save_weights(module, path)
+    assert [*torch.load(path)] == names
+    load_weights(plain, path)
+    for value, expected in zip(plain.parameters(), made(0).parameters(), strict=True):
+        assert value.equal(expected)
