@@ -112,6 +112,7 @@ class VolumeDataset(Dataset[dict[str, Any]]):
     ) -> None:
         self.files = {key: _files(where) for key, where in files.items()}
         self.dtypes = {key: torch.int64 if key in labels else dtype for key in files}
+        self._marks = {key: [mark_of(path) for path in found] for key, found in self.files.items()}
         counts = {key: len(found) for key, found in self.files.items()}
         if len(set(counts.values())) != 1:
             raise ValueError(f"each key needs as many files as the others; got {counts}.")
@@ -154,7 +155,7 @@ class VolumeDataset(Dataset[dict[str, Any]]):
         return {
             key: slab.entry(
                 partial(self._read, key, index),
-                (index, mark_of(self.files[key][index])),
+                (index, self._marks[key][index]),
                 self.dtypes[key],
             )
             for key, slab in self.slabs[index].items()
