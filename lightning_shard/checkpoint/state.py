@@ -29,17 +29,6 @@ _MARK = "lightning_shard.extra"  # stands where a DTensor was taken out of a tre
 Tree = dict[str, Any]
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return `module.state_dict()`, with sharded tensors as DTensors.
-
-    Names are those of the module, as in plain Lightning: a block that a program has compiled keeps
-    `_orig_mod.`, which torch's `get_model_state_dict` takes out. Asked for whole tensors, that
-    function refuses a state dict with anything else in it, such as neuralop's `_metadata`, and all
-    of them are whole at once on rank 0.
-    """
-    return module.state_dict()
-
-
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return `optimizer.state_dict()`, keyed by integers, with sharded tensors as DTensors.
 
@@ -61,8 +50,14 @@ def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 
 
 def full_module_state(module: nn.Module) -> dict[str, Any]:
-    """Gather `module.state_dict()`, as whole plain tensors on the CPU. All ranks call it."""
-    return full(module_state(module))
+    """Gather `module.state_dict()`, as whole plain tensors on the CPU. All ranks call it.
+
+    Names are those of the module, as in plain Lightning: a block that a program has compiled keeps
+    `_orig_mod.`, which torch's `get_model_state_dict` takes out. Asked for whole tensors, that
+    function refuses a state dict with anything else in it, such as neuralop's `_metadata`, and all
+    of them are whole at once on rank 0.
+    """
+    return full(module.state_dict())
 
 
 def full_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:

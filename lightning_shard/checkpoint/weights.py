@@ -25,7 +25,7 @@ from lightning_shard.checkpoint.safetensors_file import (
     read_safetensors,
     write_safetensors,
 )
-from lightning_shard.checkpoint.state import full, module_state
+from lightning_shard.checkpoint.state import full
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of, own_region
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.data.atomic import written_file
@@ -65,7 +65,7 @@ def save_weights(module: nn.Module, path: str | Path) -> None:
             f"'{path}' ends with none of .safetensors, {', '.join(TORCH)} and .ckpt, which choose "
             "the format."
         )
-    state = module_state(module)
+    state = module.state_dict()
     for name in [name for name, value in state.items() if not _is_weight(name, value)]:
         del state[name]  # neuralop adds the arguments of its model, with functions among them
     if path.suffix == ".safetensors":

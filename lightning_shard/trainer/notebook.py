@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_shard.checkpoint.state import full, module_state
+from lightning_shard.checkpoint.state import full
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.lightning import (
     LightningEnvironment,
@@ -73,7 +73,7 @@ class NotebookLauncher(MultiProcessingLauncher):
         """Return what Lightning returns, with whole weights in place of shards."""
         module, first = trainer.lightning_module, self._strategy.local_rank == 0
         fitted = trainer.state.fn == TrainerFn.FITTING
-        state = full(module_state(module), keep=first) if fitted else None
+        state = full(module.state_dict(), keep=first) if fitted else None
         if not first:
             return None
         file = None

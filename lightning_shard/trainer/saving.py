@@ -19,7 +19,6 @@ from lightning_shard.checkpoint.prepared import holds_prepared
 from lightning_shard.checkpoint.state import (
     full,
     load_optimizer_state,
-    module_state,
     optimizer_state,
     parameter_names,
     share_buffers,
@@ -84,7 +83,7 @@ class Saver:
 
     def gather_module(self, module: nn.Module) -> dict[str, Any]:
         """Read the state of the module, with shards as they are."""
-        state = module_state(module)
+        state = module.state_dict()
         share_buffers(state, module)
         return state
 
