@@ -160,7 +160,7 @@ def _stored(
 
     def read(region: Region) -> Tensor:
         with damage_named(origin, DCP_PART):
-            out = torch.empty([r.stop - r.start for r in region], dtype=dtype)
+            out = torch.empty([r.stop - r.start for r in region], dtype=dtype, device="cpu")
             found = sum(
                 _copy_overlap(out, region, chunk, lambda c: _content(files, places[name, c]))
                 for chunk in entry.chunks

@@ -192,7 +192,7 @@ class _OneFile:
         whole = [(0, n, 1) for n in shape[1:]] == others
         if first[2] != 1 or not (whole or count * row <= FEW_BYTES):
             return None
-        data = torch.empty(count * row, dtype=torch.uint8)
+        data = torch.empty(count * row, dtype=torch.uint8, device="cpu")
         with self.path.open("rb", buffering=0) as raw:
             raw.seek(self.begin + begin + first[0] * row)
             if raw.readinto(data.numpy().data) != count * row:

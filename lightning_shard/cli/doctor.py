@@ -50,7 +50,7 @@ def try_two_processes() -> tuple[bool, str]:
 
 
 def _sum_of_ranks() -> float:
-    x = torch.tensor(float(dist.get_rank()))
+    x = torch.tensor(float(dist.get_rank()), device="cpu")
     dist.all_reduce(x)
     return x.item()
 

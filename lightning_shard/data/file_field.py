@@ -100,7 +100,7 @@ class FileField(NotYetATensor):
 
     def without_values(self) -> Tensor:
         """Return a tensor of this shape that takes no memory, for a rehearsal."""
-        return torch.zeros((), dtype=self.dtype).expand(self.shape)
+        return torch.zeros((), dtype=self.dtype, device="cpu").expand(self.shape)
 
     @staticmethod
     def collate(

@@ -170,7 +170,7 @@ def extents_of_parts(value: Tensor) -> list[int]:
 
 def dtype_of(x: Tensor) -> np.dtype:
     """Return the dtype of the array that a tensor becomes."""
-    return as_array(torch.empty(0, dtype=x.dtype)).dtype
+    return as_array(torch.empty(0, dtype=x.dtype, device="cpu")).dtype
 
 
 def _whole_chunks(x: Subdomain) -> tuple[Tensor, tuple[slice, ...]]:

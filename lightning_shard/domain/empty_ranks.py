@@ -134,7 +134,7 @@ def _refuse_shared(whole: Tensor, index: Any) -> None:
     is_view = is_view and not isinstance(index, list)
     part = whole[index] if is_view else whole
     if any(step == 0 and n > 1 for step, n in zip(part.stride(), part.shape, strict=True)):
-        torch.zeros(1).expand(2).add_(1)
+        torch.zeros(1, device="cpu").expand(2).add_(1)
 
 
 def replaying_views(run: Callable[..., Any]) -> Callable[..., Any]:

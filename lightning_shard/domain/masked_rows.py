@@ -108,7 +108,7 @@ def _runs(factors: Dim, grid: Grid) -> tuple[Dim, int]:
 def _owners(runs: Dim, axes: tuple[int, ...], grid: Grid) -> Tensor:
     """The rank of each run."""
     places = places_by_rank(runs, axes, grid)
-    owners = torch.empty(sum(map(len, places)), dtype=torch.long)
+    owners = torch.empty(sum(map(len, places)), dtype=torch.long, device="cpu")
     for rank, own in enumerate(places):
         owners[own] = rank
     return owners

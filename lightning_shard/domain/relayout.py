@@ -38,7 +38,7 @@ def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
 
 def places_by_rank(factors: Dim, axes: tuple[int, ...], grid: Grid) -> list[Tensor]:
     """Return the global rows, in their local order, that each rank along `axes` has of a dim."""
-    rows = torch.arange(math.prod(f.extent for f in factors))
+    rows = torch.arange(math.prod(f.extent for f in factors), device="cpu")
     found: list[Tensor] = []
     for coord in itertools.product(*(range(grid.sizes[a]) for a in axes)):
         place = dict(enumerate(grid.coord)) | dict(zip(axes, coord, strict=True))

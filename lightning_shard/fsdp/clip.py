@@ -94,7 +94,7 @@ def _total_norm(gradients: Iterable[Tensor], order: float) -> Tensor:
                 dist.all_reduce(part, operation, group=mesh.get_group(axis))
         totals.append(part)
     if not totals:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     whole = torch.stack([t.to(totals[0].device, totals[0].dtype) for t in totals])
     return whole.amax() if largest else whole.sum().pow(1 / order)
 

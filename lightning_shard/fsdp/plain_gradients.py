@@ -107,7 +107,9 @@ class _Bucket:
     def average_with_graph(self, group: dist.ProcessGroup) -> None:
         """Average gradients that can be differentiated again (`create_graph=True`)."""
         device = self.trained[0].device
-        has = torch.tensor([p.grad is not None for p in self.trained], dtype=torch.int32).to(device)
+        has = torch.tensor(
+            [p.grad is not None for p in self.trained], dtype=torch.int32, device=device
+        )
         dist.all_reduce(has, group=group)
         with torch.enable_grad():
             for p, is_there in zip(self.trained, has.tolist(), strict=True):

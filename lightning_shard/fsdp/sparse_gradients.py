@@ -53,4 +53,4 @@ def mean_of_sparse(p: nn.Parameter, group: dist.ProcessGroup) -> Tensor | None:
     there = [max(n, 0) for n in numbers]
     found = torch.cat([i[:n] for i, n in zip(all_indices, there, strict=True)])
     parts = torch.cat([v[:n] for v, n in zip(all_values, there, strict=True)])
-    return torch.sparse_coo_tensor(found[None], parts / ranks, p.shape).coalesce()
+    return torch.sparse_coo_tensor(found[None], parts / ranks, p.shape, device=p.device).coalesce()

@@ -143,9 +143,9 @@ class UnusedParameters:
         self._filled, self._used = set(), set()
         if self.some is None:
             # a step that is predicted on fake tensors reads 1 from each
-            self.some = self._sum(torch.tensor([2.0 * bool(filled)]))[0] > 1
+            self.some = self._sum(torch.tensor([2.0 * bool(filled)], device="cpu"))[0] > 1
         if self.some:
-            flags = torch.tensor([float(id(p) in used) for p in self._parameters])
+            flags = torch.tensor([float(id(p) in used) for p in self._parameters], device="cpu")
             for p, number in zip(self._parameters, self._sum(flags), strict=True):
                 if id(p) in filled and not number:
                     p.sharded_param.grad = None

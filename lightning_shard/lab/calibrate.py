@@ -89,26 +89,26 @@ def _measured(name: str, make: _Make, group: dist.ProcessGroup, size: int) -> tu
 
 
 def _all_to_all(group: dist.ProcessGroup, ranks: int, count: int) -> _Made:
-    source = torch.ones(max(1, count // (ranks - 1)) * ranks)
+    source = torch.ones(max(1, count // (ranks - 1)) * ranks, device="cpu")
     place = torch.empty_like(source)
     call = partial(dist.all_to_all_single, place, source, group=group)
     return (source, place, (), ()), call
 
 
 def _all_reduce(group: dist.ProcessGroup, ranks: int, count: int) -> _Made:
-    data = torch.zeros(max(1, count * ranks // (ranks - 1) // 2))
+    data = torch.zeros(max(1, count * ranks // (ranks - 1) // 2), device="cpu")
     return [data], partial(dist.all_reduce, data, group=group)
 
 
 def _all_gather(group: dist.ProcessGroup, ranks: int, count: int) -> _Made:
-    part = torch.ones(max(1, count // (ranks - 1)))
-    whole = torch.empty(len(part) * ranks)
+    part = torch.ones(max(1, count // (ranks - 1)), device="cpu")
+    whole = torch.empty(len(part) * ranks, device="cpu")
     return (part, whole), partial(dist.all_gather_into_tensor, whole, part, group=group)
 
 
 def _reduce_scatter(group: dist.ProcessGroup, ranks: int, count: int) -> _Made:
-    part = torch.empty(max(1, count // (ranks - 1)))
-    whole = torch.zeros(len(part) * ranks)
+    part = torch.empty(max(1, count // (ranks - 1)), device="cpu")
+    whole = torch.zeros(len(part) * ranks, device="cpu")
     return (whole, part), partial(dist.reduce_scatter_tensor, part, whole, group=group)
 
 

@@ -269,7 +269,7 @@ def _compared(alone: Record, ranks: Record, stage: Stage) -> StepCheck:
 
 
 def _has_nan(value: Value) -> bool:
-    return not isinstance(value, str) and bool(torch.as_tensor(value).isnan().any())
+    return not isinstance(value, str) and bool(torch.as_tensor(value, device="cpu").isnan().any())
 
 
 def _joined(replicas: Sequence[Mapping[str, Value]], expected: Mapping[str, Value]) -> Any:

@@ -51,7 +51,7 @@ def difference(found: Value, expected: Value, floor: float) -> float:
     """
     if isinstance(found, str) or isinstance(expected, str):
         return 0.0 if found == expected else torch.inf
-    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    found, expected = torch.as_tensor(found, device="cpu"), torch.as_tensor(expected, device="cpu")
     if found.shape != expected.shape:
         return torch.inf
     scale = torch.where(expected.isnan(), 0, expected) if expected.dtype != torch.bool else expected
@@ -79,4 +79,4 @@ def norm(x: Tensor) -> float:
 
 def norm_of_all(values: Iterable[Tensor]) -> float:
     """Return the 2-norm of all numbers in tensors."""
-    return norm(torch.tensor([norm(value) for value in values]))
+    return norm(torch.tensor([norm(value) for value in values], device="cpu"))

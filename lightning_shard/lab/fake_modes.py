@@ -48,7 +48,7 @@ def as_fake(x: Any) -> Any:
     """Return an empty tensor for one of numbers; others as they are."""
     if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
         return x
-    return torch.empty(x.shape, dtype=x.dtype)
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
 class Real(DispatchMode):

@@ -122,7 +122,7 @@ def traced(
     trace = partial(_trace, task, rank, lambda: Ledger(device, ranks, budget, costs))
     # torch counts devices as its first backward pass begins; on fake tensors it finds one, starts
     # threads, and no process that is forked afterwards can differentiate
-    torch.ones((), requires_grad=True).sum().backward()
+    torch.ones((), requires_grad=True, device="cpu").sum().backward()
     with FakeTensorMode():  # torch 2.11 keeps a pointer into the first thread that enters it
         pass
     try:

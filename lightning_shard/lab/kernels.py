@@ -212,7 +212,7 @@ def _host_rates(device: torch.device, seconds: float) -> dict[str, float]:
     if device.type == "cpu":
         return {}
     there = torch.zeros(COPIED, dtype=torch.uint8, device=device)
-    paged = torch.zeros(COPIED, dtype=torch.uint8)
+    paged = torch.zeros(COPIED, dtype=torch.uint8, device="cpu")
     pinned = paged.pin_memory()
     copies = [
         partial(to.copy_, source, non_blocking=True)

@@ -235,7 +235,7 @@ class _Passes:
 
     def _seconds_of_asking(self) -> float:
         """Return what Python takes to start a kernel, which a step does not take for each."""
-        x, detach = torch.zeros(1), torch.ops.aten.detach.default
+        x, detach = torch.zeros(1, device="cpu"), torch.ops.aten.detach.default
         self._asking = 0.0
         return min(self._timed(self._step[0], lambda: detach(x))[1]() for _ in range(ASKED))
 

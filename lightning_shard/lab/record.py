@@ -124,7 +124,7 @@ def record(
 
 def _apart(sizes: Sequence[tuple[float, float]]) -> float:
     """Return the relative difference of sum or norm between the first rank and another one."""
-    found = torch.tensor(sizes, dtype=torch.float64)  # (ranks, 2)
+    found = torch.tensor(sizes, dtype=torch.float64, device="cpu")  # (ranks, 2)
     scale = found[:, 1].nan_to_num().max()
     return relative(float(gap_of(found, found[:1]).abs().max()), float(scale))
 
@@ -305,7 +305,7 @@ def _gradients(module: LightningModule) -> dict[str, Tensor]:
 def _nudge(p: Tensor, draw: torch.Generator) -> None:
     """Move each number to the next larger or the next smaller one."""
     real = torch.view_as_real(p) if p.is_complex() else p
-    up = torch.rand(real.shape, generator=draw) < 0.5
+    up = torch.rand(real.shape, generator=draw, device="cpu") < 0.5
     ends = torch.where(up, math.inf, -math.inf).to(real)
     with contextlib.suppress(NotImplementedError):  # for a dtype that has no such function
         real.copy_(torch.nextafter(real, ends))

@@ -144,7 +144,7 @@ def _begin_autograd() -> None:
     none. Autograd would start a thread for each of them, and refuse to run in forks.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        torch.ones((), requires_grad=True).clone().backward()
+        torch.ones((), requires_grad=True, device="cpu").clone().backward()
 
 
 @contextmanager

@@ -139,7 +139,7 @@ class TiledStrategy(HybridShardStrategy):
             activation_checkpointing=options.activation_checkpointing,
         )  # fmt: skip
         most = self.peers.reduce(
-            torch.tensor(float(self.chosen.tiles)), self.root_device, group=None,
+            torch.tensor(float(self.chosen.tiles), device="cpu"), self.root_device, group=None,
             reduce_op="max", copies=1,
         )  # fmt: skip
         self.tiles = (int(most),)

@@ -42,7 +42,7 @@ def seconds_of_a_loop() -> float:
     The quickest of several steps counts: other work on the machine can only lengthen one.
     """
     module = _Small()
-    samples: Any = [torch.ones(1)] * STEPS
+    samples: Any = [torch.ones(1, device="cpu")] * STEPS
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
         alone = LightningEnvironment()  # whatever a launcher has set

@@ -128,4 +128,4 @@ def is_shared(plain: Tensor) -> bool:
 @functools.cache
 def _own_users() -> int:
     """Count those that hold a memory nobody shares: the tensor, and what the call itself makes."""
-    return storage_users(torch.empty(1))
+    return storage_users(torch.empty(1, device="cpu"))

@@ -160,7 +160,7 @@ def _made(
     lent = [n == len(nodes) > 1 and name not in _DATA for n, name in zip(sizes, names, strict=True)]
     own = [dist.get_backend() if each else None for each in lent]
     with making_groups():
-        if torch.equal(ranks.flatten(), torch.arange(len(nodes))):
+        if torch.equal(ranks.flatten(), torch.arange(len(nodes), device="cpu")):
             mesh = init_device_mesh(
                 device_type,
                 sizes,
@@ -294,7 +294,7 @@ def nearest_first(nodes: Sequence[str], sizes: Sequence[int]) -> Tensor:
         nodes: The node of each rank.
         sizes: The sizes of the mesh; their product is the number of ranks.
     """
-    own = torch.arange(len(nodes)).reshape(*sizes)
+    own = torch.arange(len(nodes), device="cpu").reshape(*sizes)
     if not _crossing(own.reshape(sizes[0], -1), nodes):
         return own
     first = {node: nodes.index(node) for node in nodes}
@@ -306,7 +306,7 @@ def nearest_first(nodes: Sequence[str], sizes: Sequence[int]) -> Tensor:
 def _ascending(ranks: list[int], sizes: Sequence[int]) -> Tensor:
     """Arrange `ranks` in blocks, each in ascending order."""
     if len(sizes) == 1:
-        return torch.tensor(sorted(ranks))
+        return torch.tensor(sorted(ranks), device="cpu")
     block = len(ranks) // sizes[0]
     parts = [
         _ascending(ranks[start : start + block], sizes[1:]) for start in range(0, len(ranks), block)

@@ -121,7 +121,7 @@ def _with_graphs_alike(found: Any, given: Any, part: Subdomain) -> Any:
         if not some >> places[id(x)] & 1:
             return x
         nothing = sum(s.flatten()[:0].sum() for s in sources or [_leaf_like(x)])
-        return x + torch.as_tensor(nothing).to(x.dtype)
+        return x + torch.as_tensor(nothing, dtype=x.dtype, device=x.device)
 
     return tree_map_only(Tensor, attached, found)
 

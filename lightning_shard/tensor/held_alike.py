@@ -48,7 +48,7 @@ def first_different(tensors: Sequence[Tensor], domain: Domain) -> int | None:
         return None
     apart = gap_of(found, found[0])
     scale = torch.where(found.isfinite(), found, 0).abs().amax((0, 2))
-    bounds = torch.tensor([_rounding_of(x.dtype) for x in tensors]) * scale
+    bounds = torch.tensor([_rounding_of(x.dtype) for x in tensors], device="cpu") * scale
     differ = ~(apart.abs() <= bounds[:, None]).all(2).all(0)
     return int(differ.nonzero()[0]) if differ.any() else None
 
@@ -66,11 +66,12 @@ def device_of(domain: Domain) -> torch.device:
 
 def _some_values(x: Tensor) -> Tensor:
     """Return a fixed number of values, spread evenly; zeros stand for those that cannot be read."""
-    found = torch.zeros(2 * COMPARED)
+    found = torch.zeros(2 * COMPARED, device="cpu")
     unread = isinstance(x, DomainTensor | FakeTensor) or x.is_meta or in_transform()
     if unread or x.layout is not torch.strided or x.is_nested or not x.numel():
         return found
-    places = torch.arange(min(COMPARED, x.numel())) * x.numel() // min(COMPARED, x.numel())
+    count = min(COMPARED, x.numel())
+    places = torch.arange(count, device="cpu") * x.numel() // count
     values = x.detach()[torch.unravel_index(places.to(x.device), x.shape)] if x.ndim else x.detach()
     values = values.as_subclass(Tensor).cpu()
     parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

@@ -72,7 +72,8 @@ class Record:
         return any(root.crosses for root in self.roots)
 
 
-SEED = torch.zeros((), requires_grad=True)  # lets small graphs begin at tensors that are no leaves
+# lets small graphs begin at tensors that are no leaves
+SEED = torch.zeros((), requires_grad=True, device="cpu")
 
 
 class Begin(Function):

@@ -149,7 +149,7 @@ class EndBetweenBatches(Callback):
         """
         if not self.signals.holds:
             return
-        asked: Any = torch.tensor(float(max(self.signals.asked, default=0)))
+        asked: Any = torch.tensor(float(max(self.signals.asked, default=0)), device="cpu")
         if self._place is not None:  # all ranks are here
             device = trainer.strategy.root_device
             asked = self._peers.reduce(asked.to(device), device, group=None, reduce_op="max")

@@ -223,7 +223,7 @@ class LoggedValues:
 
     def exchange_nothing(self) -> None:
         """Take part in the exchange of a number of a step that this rank does not run."""
-        self._exchange(torch.zeros(()), "", self._world)
+        self._exchange(torch.zeros((), device="cpu"), "", self._world)
 
     def _exchange(self, number: Tensor, name: str, group: Any) -> tuple[Tensor, ...]:
         """Return for each rank of `group` its number, the checksum of its name, and its samples."""

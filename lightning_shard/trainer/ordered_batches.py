@@ -286,7 +286,7 @@ def order_of(loader: DataLoader[Any]) -> Order | None:
 
 def draw_seed(generator: torch.Generator | None) -> None:
     """Draw what a loader draws as it begins: the seed of its workers."""
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
+    torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
 
 
 def generator_of(loader: DataLoader[Any]) -> torch.Generator | None:

@@ -36,7 +36,8 @@ def storable(state: dict[str, Any]) -> dict[str, Any]:
     That takes longer than to note the state, which the strategy does at each step.
     """
     name, keys, *rest = state["numpy"]
-    return state | {"numpy": (str(name), torch.tensor(np.asarray(keys).tolist()), *rest)}
+    numbers = torch.tensor(np.asarray(keys).tolist(), device="cpu")
+    return state | {"numpy": (str(name), numbers, *rest)}
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
@@ -121,8 +122,8 @@ class SharedNumbers:
         if self._mesh is None:
             return
         own = _checksums(random_state(self._device))
-        sums = torch.tensor([*own.values()])
-        everywhere = torch.empty(self._mesh.size() * len(own), dtype=torch.int64)
+        sums = torch.tensor([*own.values()], device="cpu")
+        everywhere = torch.empty(self._mesh.size() * len(own), dtype=torch.int64, device="cpu")
         dist.all_gather_into_tensor(everywhere, sums, group=self._group)
         differs = (everywhere.view(-1, len(own)) != everywhere[: len(own)]).any(0).tolist()
         if not any(differs):

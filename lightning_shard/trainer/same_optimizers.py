@@ -45,7 +45,7 @@ def facts_of_schedules(configs: Sequence[Any]) -> dict[str, str]:
 def digest_of_optimizers(optimizers: Sequence[Any]) -> Tensor:
     """Return a number that stands for `facts_of_optimizers`."""
     facts = repr(facts_of_optimizers(optimizers))
-    return torch.tensor(zlib.crc32(facts.encode()) - 2**31, dtype=torch.int32)
+    return torch.tensor(zlib.crc32(facts.encode()) - 2**31, dtype=torch.int32, device="cpu")
 
 
 def refuse_other_optimizers(

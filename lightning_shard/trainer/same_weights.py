@@ -52,7 +52,7 @@ def refuse_drifted_weights(
     gathered = own.new_empty(len(replicas) * len(held))
     dist.all_gather_into_tensor(gathered, own, group)
     norms = gathered.view(len(replicas), -1).cpu()
-    of_weights = torch.tensor([isinstance(x, nn.Parameter) for x in held.values()])
+    of_weights = torch.tensor([isinstance(x, nn.Parameter) for x in held.values()], device="cpu")
     firsts = [replicas.index(replica) for replica in replicas]  # that share the rank's samples
     wanted = torch.where(of_weights, norms[:1], norms[firsts])
     differs = ~_are_close(norms, wanted)

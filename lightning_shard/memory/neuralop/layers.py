@@ -66,7 +66,7 @@ def _points(
     low: float, high: float, extent: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return the coordinates of a dim, made once: a CUDA graph can copy nothing from the CPU."""
-    return torch.linspace(low, high, extent + 1)[:-1].to(device, dtype)
+    return torch.linspace(low, high, extent + 1, device="cpu")[:-1].to(device, dtype)
 
 
 class _LazyCanvas:

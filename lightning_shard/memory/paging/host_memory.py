@@ -68,7 +68,7 @@ class Memory:
         """Note that nobody reads these bytes any more."""
 
     def _bytes(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
 
 
 class MemoryInParts(Memory):

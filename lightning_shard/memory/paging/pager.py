@@ -372,7 +372,7 @@ class Pager:
             page.host = page.host.joined()
         held = page.host.bytes
         start = held.storage_offset() // tensor.element_size()
-        return torch.empty(0, dtype=tensor.dtype).set_(
+        return torch.empty(0, dtype=tensor.dtype, device=held.device).set_(
             held.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride()
         )
 

@@ -313,7 +313,7 @@ def _by_ring(operands: Operands, layout: Layout, *, is_causal: bool, scale: floa
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     ring = Ring(counts, operands.owner.domain.group(axes), scale)
     if is_causal:
-        keys = torch.arange(sum(counts)) if order is None else order
+        keys = torch.arange(sum(counts), device="cpu") if order is None else order
         ring = replace(ring, queries=places_by_rank(layout.dims[-2], axes, grid), keys=keys)
     return ring_attention(q, k, v, mask, ring)
 

@@ -119,8 +119,7 @@ def _distinct(x: Subdomain, dim: int | None) -> tuple[Tensor, Tensor, Tensor]:
         found = typed_torch.unique(x.local, return_inverse=True, return_counts=True, dim=dim)
         return found[0], found[1], found[2]
     shape = (0,) if dim is None else x.local.shape
-    places = torch.zeros(x.local.shape if dim is None else (0,), dtype=torch.long)
-    places = places.to(x.local.device)
+    places = x.local.new_zeros(x.local.shape if dim is None else (0,), dtype=torch.long)
     return x.local.reshape(shape), places, places.reshape(-1)
 
 

@@ -45,7 +45,7 @@ def kth_of_row(
         middle = (known - 1).clamp(min=0) // 2
         rank = middle if ignores_nan else torch.where(known < count, known, middle)
     else:
-        rank = torch.tensor(k - 1)
+        rank = torch.tensor(k - 1, device="cpu")
     value, place = _picked(row, rank.reshape(1))
     if dim is None:
         return _shared(row, value.detach())

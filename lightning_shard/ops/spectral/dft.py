@@ -242,7 +242,8 @@ def _weights(
     cuFFT does for some extents, such as 2^13 and 2^14
     (https://github.com/pytorch/pytorch/issues/154496).
     """
-    weights = torch.tensor(t.weights(halved=half), dtype=torch.float64)[:, None].repeat(1, 2)
+    weights = torch.tensor(t.weights(halved=half), dtype=torch.float64, device="cpu")
+    weights = weights[:, None].repeat(1, 2)
     for place, frequency in enumerate(t.kept):
         if half and t.is_own_negative(frequency):
             weights[place, 1] = 0

@@ -116,7 +116,8 @@ def _in_order(write: Write, shape: Sequence[int], dims: Sequence[int]) -> Write:
                 "modes assigned to a part of a dim that is not transformed"
             )
         order = sorted(range(len(at)), key=at.__getitem__)
-        modes, positions[d] = take_rows(modes, d, torch.tensor(order)), range(shape[d])
+        modes = take_rows(modes, d, torch.tensor(order, device="cpu"))
+        positions[d] = range(shape[d])
     return replace(write, modes=modes, positions=tuple(positions))
 
 

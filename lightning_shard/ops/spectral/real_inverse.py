@@ -55,7 +55,7 @@ def real_inverse(
 @made_once
 def _real_ends(count: int, extent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Factors of real and imaginary parts, (count, 2): 0 for those that real data has not."""
-    kept = torch.ones(count, 2, dtype=dtype)
+    kept = torch.ones(count, 2, dtype=dtype, device="cpu")
     kept[0, 1] = 0
     if extent % 2 == 0 and extent // 2 < count:
         kept[extent // 2, 1] = 0

@@ -268,7 +268,7 @@ def _fitting(
         limit = extent // 2 + 1 if one_sided and dim == dims[-1] else extent
         if highest(positions) >= limit:
             fits = [i for i, p in enumerate(positions) if p < limit]
-            x = take_rows(x, dim, torch.tensor(fits, dtype=torch.long))
+            x = take_rows(x, dim, torch.tensor(fits, dtype=torch.long, device="cpu"))
             positions = tuple(positions[i] for i in fits)
         kept.append(positions)
     return x, kept

@@ -188,7 +188,7 @@ def _owned_of_product(
         place: slice | Tensor = slice(None)
         mine = None
     else:
-        held = take_local(torch.arange(x.shape[dim]), 0, factors, grid)
+        held = take_local(torch.arange(x.shape[dim], device="cpu"), 0, factors, grid)
         chosen = (held >= rows.start) & (held < rows.stop) & ((held - rows.start) % rows.step == 0)
         place = chosen.nonzero().flatten().to(x.local.device)
         mine = (held[chosen] - rows.start) // rows.step

@@ -70,7 +70,8 @@ def _entry(entry: Any, *, lists: bool) -> Any:
     if isinstance(entry, np.integer):
         return int(entry)
     if lists and isinstance(entry, list | tuple | range | np.ndarray):
-        entry = torch.as_tensor(entry) if len(entry) else torch.zeros(0, dtype=torch.int64)
+        dtype = None if len(entry) else torch.int64
+        entry = torch.as_tensor(entry, dtype=dtype, device="cpu")
     if isinstance(entry, Tensor | Subdomain) and not (
         entry.dtype.is_floating_point or entry.dtype.is_complex
     ):

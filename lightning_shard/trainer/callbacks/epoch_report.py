@@ -90,7 +90,8 @@ class EpochReport(Callback):
         now_s = time.perf_counter()
         training_s = self._trained_until_s - self._began_s - self._validating_s
         memory = memory_mib(trainer.strategy.root_device)
-        held: Any = trainer.strategy.reduce(torch.tensor([*memory.values()]), reduce_op="max")
+        here = torch.tensor([*memory.values()], device="cpu")
+        held: Any = trainer.strategy.reduce(here, reduce_op="max")
         measured = {
             "epoch_s": now_s - self._began_s,
             "epoch_samples/s": self._samples / max(training_s, 1e-9),
