@@ -238,6 +238,16 @@ def test_hooks_of_saved_tensors():
 
 
 @pytest.mark.spmd(3)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_the_anomaly_mode_finds_nan_in_gradients():
+    x = leaf()
+    with torch.autograd.set_detect_anomaly(True):
+        assert_parity(*CASES["in a checkpoint"], mesh_of(3))
+        with pytest.raises(RuntimeError, match="'CubeBackward' returned nan values"):
+            (Cube.apply(x * 0) * torch.inf).sum().backward()
+
+
+@pytest.mark.spmd(3)
 def test_nothing_is_kept_alive():
     x = leaf()
     y = Exp.apply(Cube.apply(x))
