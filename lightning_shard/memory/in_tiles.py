@@ -1,7 +1,8 @@
 """Runs a module on one device in tiles, one after the other: exact, for fields of any size."""
 
 import re
-from collections.abc import Callable, Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.memory.paging.device_pager import pager_of
 from lightning_shard.memory.recompute import is_compiled
 from lightning_shard.memory.sizes import bytes_of
-from lightning_shard.memory.split_inputs import split_inputs, wraps
+from lightning_shard.memory.split_inputs import replacing, splitting, wraps
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
 from lightning_shard.tiles.whole import gathered_tiles
@@ -73,9 +74,9 @@ def in_tiles(
         The samples of `source`, fields `(1, C, *spatial)` that are not in memory.
 
     Raises:
-        ValueError: `tiles` is no number from 1 on, or the module lacks a method, is compiled or has
-            sharded parameters. A call in which no tensor is split raises it, too. So does a sink
-            without a source.
+        ValueError: `tiles` is no number from 1 on, or the module lacks a method, is compiled, has
+            sharded parameters, or is in tiles already. A call in which no tensor is split raises
+            it, too. So does a sink without a source.
         RuntimeError: A call wants gradients.
 
     Example:
@@ -89,41 +90,44 @@ def in_tiles(
     """
     sizes = sizes_of_tiles(tiles)
     _refuse(module)
-    where = _device_of(module) if device is None else torch.device(device)
-    budget = None if tile_budget is None else bytes_of(tile_budget, "tile_budget")
-    pager = pager_of(where, budget, tile_memory)
-    grid = Tiles(sizes, pager)
-    dtypes = (x.dtype for x in module.parameters() if x.is_floating_point())
-    fields = [] if source is None else fields_of(source, next(dtypes, torch.get_default_dtype()))
-    output = None if sink is None else _Output(sink, fields)
-    before = {name: vars(module)[name] for name in methods if name in vars(module)}
-    try:
-        for name in methods:
-            method = getattr(module, name, None)
-            if callable(method):  # else `split_inputs` says what is missing
-                setattr(module, name, _on_device(method, where))
-        with split_inputs(module, grid, shard_dims, methods=methods, gather=False):
+    with replacing(module, methods):
+        where = _device_of(module) if device is None else torch.device(device)
+        budget = None if tile_budget is None else bytes_of(tile_budget, "tile_budget")
+        pager = pager_of(where, budget, tile_memory)
+        grid = Tiles(sizes, pager)
+        dtypes = (x.dtype for x in module.parameters() if x.is_floating_point())
+        fields = (
+            [] if source is None else fields_of(source, next(dtypes, torch.get_default_dtype()))
+        )
+        output = None if sink is None else _Output(sink, fields)
+        before = {name: vars(module)[name] for name in methods if name in vars(module)}
+        try:
             for name in methods:
-                call = _calling(name, getattr(module, name), where, exact_random)
-                if output is not None:
-                    call = output.writing(call)
-                elif gather:
-                    call = _whole(call, where)
-                setattr(module, name, call)
-            yield fields
-        if output is not None:
-            output.sink.close()
-    except BaseException:
-        if output is not None:
-            output.sink.abandon()
-        raise
-    finally:
-        for name in methods:
-            vars(module).pop(name, None)
-        vars(module).update(before)
-        grid.close()
-        if pager is not None:
-            pager.close()
+                method = getattr(module, name, None)
+                if callable(method):  # else `splitting` says what is missing
+                    setattr(module, name, _on_device(method, where))
+            with splitting(module, grid, shard_dims, methods, gather=False):
+                for name in methods:
+                    call = _calling(name, getattr(module, name), where, exact_random)
+                    if output is not None:
+                        call = output.writing(call)
+                    elif gather:
+                        call = _whole(call, where)
+                    setattr(module, name, call)
+                yield fields
+            if output is not None:
+                output.sink.close()
+        except BaseException:
+            if output is not None:
+                output.sink.abandon()
+            raise
+        finally:
+            for name in methods:
+                vars(module).pop(name, None)
+            vars(module).update(before)
+            grid.close()
+            if pager is not None:
+                pager.close()
 
 
 def _on_device(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -197,30 +201,36 @@ class _Output:
             sink = FieldSink(sink, affine=lambda name, sample: fields[sample].affine)
         self.sink = sink
         self._fields, self._done = fields, set[int]()
+        self._writes = threading.Lock()  # several threads may call the network
 
     def writing(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method whose results go into the file."""
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            number = self._number(args, kwargs)
-            if number in self._done or number >= len(self._fields):
-                raise RuntimeError(
-                    f"{self.sink.path} holds one result of each of {len(self._fields)} samples of "
-                    f"the source, and there is one of sample {min(number, len(self._done) - 1)} "
-                    "already; call the module once for each."
-                )
-            for name, value in named(method(*args, **kwargs)).items():
-                if not isinstance(value, Tensor) or not value.ndim or len(value) != 1:
-                    raise ValueError(
-                        f"the call returned {name!r} of type {type(value).__name__}, which is not "
-                        "a tensor with one sample in dim 0; a sink takes these alone."
-                    )
-                write(self.sink, name, value, len(self._fields), [number])
-            self._done.add(number)
+            results = named(method(*args, **kwargs))
+            with self._writes:
+                self._write(results, self._number(args, kwargs))
             return self.sink.path
 
         return call
+
+    def _write(self, results: Mapping[str, Any], number: int) -> None:
+        """Write what a call has returned, as a sample of this number."""
+        if number in self._done or number >= len(self._fields):
+            raise RuntimeError(
+                f"{self.sink.path} holds one result of each of {len(self._fields)} samples of "
+                f"the source, and there is one of sample {min(number, len(self._done) - 1)} "
+                "already; call the module once for each."
+            )
+        for name, value in results.items():
+            if not isinstance(value, Tensor) or not value.ndim or len(value) != 1:
+                raise ValueError(
+                    f"the call returned {name!r} of type {type(value).__name__}, which is not "
+                    "a tensor with one sample in dim 0; a sink takes these alone."
+                )
+            write(self.sink, name, value, len(self._fields), [number])
+        self._done.add(number)
 
     def _number(self, *given: Any) -> int:
         """Return the number of the sample that a call is given; of no sample that of the call."""

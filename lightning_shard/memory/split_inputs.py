@@ -3,6 +3,8 @@
 import difflib
 import functools
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,8 @@ from lightning_shard.tensor.placement import gather as gathered
 from lightning_shard.tensor.placement import is_field
 
 _VALUES = (bool, int, float, complex, str)
+_changing = threading.Lock()
+_replaced = weakref.WeakKeyDictionary[nn.Module, set[str]]()  # methods that split their calls
 
 
 @contextmanager
@@ -49,8 +53,8 @@ def split_inputs(
             module that is called within `split_inputs` takes them as they are.
 
     Raises:
-        ValueError: The module has no such method, or none with an argument that `shard_dims` names.
-            A call in which no tensor is split raises it, too.
+        ValueError: The module has no such method, or none with an argument that `shard_dims` names;
+            or another `with` splits its calls. A call in which no tensor is split raises it, too.
         DisagreementError: The ranks called with different values, such as random numbers from
             different seeds.
 
@@ -59,13 +63,49 @@ def split_inputs(
         >>> with torch.inference_mode(), split_inputs(vae, mesh, methods=["decode"]):
         ...     image = vae.decode(latents).sample  # whole, on every rank
     """
+    with replacing(module, methods), splitting(module, mesh, shard_dims, methods, gather=gather):
+        yield
+
+
+@contextmanager
+def replacing(module: nn.Module, methods: Sequence[str]) -> Generator[None]:
+    """Keep others from replacing methods of a module, and from putting back what is replaced here.
+
+    Raises:
+        ValueError: Another one, perhaps in another thread, has replaced one of them.
+    """
+    with _changing:
+        held = _replaced.setdefault(module, set())
+        if again := [name for name in methods if name in held]:
+            raise ValueError(
+                f"{again[0]} of {type(module).__name__} is in split_inputs or in_tiles already; "
+                "leave one of them out. Threads may share one: open it around all of them."
+            )
+        held.update(methods)
+    try:
+        yield
+    finally:
+        with _changing:
+            held.difference_update(methods)
+
+
+@contextmanager
+def splitting(
+    module: nn.Module,
+    mesh: DeviceMesh | LocalMesh,
+    shard_dims: ShardDims,
+    methods: Sequence[str],
+    *,
+    gather: bool,
+) -> Generator[None]:
+    """Split the calls of methods that nobody else replaces meanwhile; see `split_inputs`."""
     calls = {name: _method(module, name) for name in methods}
     signatures = {name: _signature(module, name) for name in methods}
     if isinstance(shard_dims, Mapping):
         _check_names(shard_dims, signatures)
     avoid_whole_fields(module)
     before = {name: vars(module)[name] for name in methods if name in vars(module)}
-    running: list[Any] = []  # the method that was called from outside, while it runs
+    running = set[int]()  # threads in which a method runs that was called from outside
     for name, method in calls.items():
         split = functools.partial(_split, name, signatures[name], mesh, shard_dims)
         setattr(module, name, _splitting(method, split, running, gather=gather))
@@ -124,7 +164,7 @@ def wraps(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
 def _splitting(
     method: Callable[..., Any],
     split: Callable[..., inspect.BoundArguments],
-    running: list[Any],
+    running: set[int],
     *,
     gather: bool,
 ) -> Callable[..., Any]:
@@ -132,14 +172,14 @@ def _splitting(
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if running:
+        if (thread := threading.get_ident()) in running:
             return method(*args, **kwargs)
         given = split(args, kwargs)
-        running.append(method)
+        running.add(thread)
         try:
             result = method(*given.args, **given.kwargs)
         finally:
-            running.clear()
+            running.discard(thread)
         return map_leaves(_gathered, result) if gather else result
 
     return call

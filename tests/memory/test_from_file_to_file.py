@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import h5py
 import nibabel
@@ -58,6 +59,24 @@ def test_equals_the_whole_fields(tiles, source, tmp_path):
     assert_same(torch.from_numpy(zarr.open(tmp_path / "out.zarr")["prediction"][:]), wanted)
     assert_same(tiled[1].running_mean, one[1].running_mean)
     assert {path.name for path in tmp_path.iterdir()} == {"in.zarr", "out.zarr"}
+
+
+@pytest.mark.parametrize("name", ["out.zarr", "out.h5", "out"])
+def test_several_threads_write_one_file(name, tmp_path):
+    one = network().eval()
+    values = np.random.default_rng(1).standard_normal((8, 3, 19, 12)).astype("float32")
+    write_fields(tmp_path / "in.zarr", 8, [{"x": values}])
+    files = {"source": FieldFile(tmp_path / "in.zarr"), "sink": tmp_path / name}
+    with torch.inference_mode():
+        wanted = one(torch.from_numpy(values))
+    with in_tiles(one, 2, **files) as fields, ThreadPoolExecutor(4) as threads:
+        assert {*threads.map(torch.inference_mode()(one), fields)} == {tmp_path / name}
+    if name == "out":
+        found = torch.stack([torch.load(tmp_path / name / f"{n:06d}.pt") for n in range(8)])
+    else:
+        opened = zarr.open if name == "out.zarr" else h5py.File
+        found = torch.from_numpy(opened(tmp_path / name)["prediction"][:])
+    assert_same(found, wanted)
 
 
 def test_a_result_lies_where_its_sample_lay(source, tmp_path):

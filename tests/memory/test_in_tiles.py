@@ -1,6 +1,8 @@
 """One device in tiles: results are those of the whole field, and little is on the device."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Barrier
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from benchmarks.networks import UNet, ViT
-from lightning_shard import in_tiles, init_mesh, parallelize
+from lightning_shard import Tiles, in_tiles, init_mesh, parallelize, split_inputs
 from lightning_shard.memory.recompute import compile_forward
+from lightning_shard.tiles.tile_tensor import TileTensor
 from tests.double_fno import to_double
 from tests.parity import assert_same
 
@@ -168,6 +171,49 @@ def test_an_error_leaves_what_a_plain_call_leaves() -> None:
         assert len(calls) == 1
     assert_same(left[2], left[0])
     assert torch.equal(left[3], left[1])
+
+
+class Together(nn.Module):
+    """Waits until two threads are in it, and keeps the types of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.both = nn.Conv2d(3, 2, 3, padding=1).double(), Barrier(2, timeout=30)
+        self.seen: list[type] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(type(x))
+        self.both.wait()
+        return self.layer(x)
+
+
+def test_each_call_of_several_threads_is_in_tiles() -> None:
+    module, fields = Together(), [field(1, 3, 13 + n, 9) for n in range(2)]
+
+    @torch.inference_mode()
+    def called(x: Tensor) -> Tensor:
+        return module(x)
+
+    with in_tiles(module, 3), ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(called, fields)]
+    assert module.seen == [TileTensor] * 2
+    for x, got in zip(fields, found, strict=True):
+        assert_same(got, module.layer(x))
+
+
+@pytest.mark.parametrize("inner", [in_tiles, split_inputs])
+def test_a_module_is_in_tiles_once(inner) -> None:
+    """Else who leaves first would put back what the other has replaced."""
+    module, x = network(), field(1, 3, 9, 8)
+    before = dict(vars(module))
+    with torch.inference_mode(), in_tiles(module, 3):
+        with pytest.raises(ValueError, match=r"forward of Noisy is in .* already; leave one"):
+            inner(module, Tiles(2) if inner is split_inputs else 2).__enter__()
+        with in_tiles(module, 2, methods=["encode"]):
+            assert_same(module.encode(x), module.first(x))
+    assert vars(module) == before
+    with torch.inference_mode(), in_tiles(module, 2):
+        assert module(x)["field"].isfinite().all()
 
 
 @pytest.mark.spmd(1, "xpu")
