@@ -152,7 +152,7 @@ class FieldSink:
             "name": name, "shape": (field.count, *field.shape), "dtype": field.dtype,
             "chunks": (1, *_block(field, block)),
         }  # fmt: skip
-        unset = np.nan if field.dtype.kind in "fc" else 0
+        unset = field.dtype.type(np.nan if field.dtype.kind in "fc" else 0)
         with self._writing():
             if self.end == ".zarr":
                 self._root.create_array(**options, fill_value=unset)
