@@ -17,7 +17,7 @@ import numpy as np
 from lightning_shard.data.atomic import partial_of, put_in_place, remove
 from lightning_shard.data.failing_later import FailingLater
 from lightning_shard.data.file_field import Read, as_array
-from lightning_shard.data.readers.opened import OpenFile, optional
+from lightning_shard.data.readers.opened import OpenFile, damaged, optional
 
 HDF5, ZARR = (".h5", ".hdf5"), (".zarr",)
 BLOCKS = 16  # along each dim of a field, so that the parts of up to as many ranks overlap little
@@ -70,11 +70,15 @@ class FieldFile:
                     f"{self.path} needs datasets {' and '.join(names)}{where}, but has no "
                     f"{missing[0]}; got {sorted(arrays)}. Rename them, or read another file."
                 )
-            stored = {name: tuple(arrays[name].shape) for name in names}
+            with damaged(f"{self.path} is damaged", "; restore it."):
+                found = {name: getattr(arrays[name], "shape", None) for name in names}
+            stored: dict[str, tuple[int, ...]] = {
+                name: shape or () for name, shape in found.items()
+            }
             if single := [name for name in names if not stored[name]]:
                 raise ValueError(
                     f"{single[0]} of {self.path} must be (samples, channels, *extents); it is a "
-                    "single value."
+                    "single value or a group."
                 )
         return {
             name: (shape[0], shape[1:] if len(shape) > 3 else (1, *shape[1:]))
@@ -227,18 +231,11 @@ def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
     Raises:
         ValueError: It is damaged, or holds no numbers.
     """
-    reason = ""
-    try:
+    what = f"sample {index[0]} of {array.name} in {path} is damaged"
+    with damaged(what, "; restore the file, or remove it if it was generated."):
         values = np.asarray(array[index])
         if path.suffix in ZARR and _is_gone(array, path, index[0], values):
-            reason = "it is not all there"
-    except (OSError, RuntimeError, ValueError) as error:  # checksums raise any of these
-        values, reason = np.empty(0), str(error)
-    if reason:
-        raise ValueError(
-            f"sample {index[0]} of {array.name} in {path} is damaged ({reason}); restore the file, "
-            "or remove it if it was generated."
-        )
+            raise ValueError("it is not all there")
     if values.dtype.kind not in "biufc":
         raise ValueError(
             f"{array.name} in {path} holds values of {values.dtype}, which are no numbers; read "

@@ -2,7 +2,8 @@
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,25 @@ def optional(package: str, needed_by: str, extra: str) -> Any:
             f"pip install 'lightning-shard[{extra}]' installs it.",
             name=err.name,
         ) from err
+
+
+@contextmanager
+def damaged(what: str, then: str = ".") -> Generator[None]:
+    """Turn what the package of a format raises into one sentence: each codec has its own errors.
+
+    Args:
+        what: The begin of the sentence, with the name of the file.
+        then: Its end, after what the package says.
+
+    Raises:
+        ValueError: Something was raised.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{what} ({error}){then}") from error
 
 
 def mark_of(path: Path) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_shard.data.readers.opened import OpenFile, optional
+from lightning_shard.data.readers.opened import OpenFile, damaged, optional
 
 _SPATIAL = "ZYX"
 
@@ -63,10 +63,8 @@ class ImageFile:
         channels = range(*index[0].indices(self.shape[0]))
         if len(others) == 1:  # no other channels are read
             chosen[others[0]] = index[0]
-        try:
+        with damaged(f"{self.path} cannot be read", "; restore it."):
             values = np.asarray(array[tuple(chosen.get(axis, slice(None)) for axis in axes)])
-        except Exception as error:  # each codec has errors of its own
-            raise ValueError(f"{self.path} cannot be read ({error}); restore it.") from error
         values = values.transpose([axes.index(axis) for axis in (*others, *space)])
         count = math.prod(values.shape[: len(others)])
         values = values.reshape(count, *values.shape[len(others) :])
@@ -102,7 +100,5 @@ def _open(path: Path, level: int) -> _Opened:
     zarr = optional("zarr", f"the file {path}", "tiff")
     if not path.exists():
         raise FileNotFoundError(f"the picture {path} does not exist; check its name.")
-    try:
+    with damaged(f"{path} is not a whole TIFF file"):
         return _Opened(tifffile.TiffFile(path), level, zarr)
-    except (tifffile.TiffFileError, OSError, IndexError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole TIFF file ({error}).") from error

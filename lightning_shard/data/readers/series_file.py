@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lightning_shard.data.readers.field_file import HDF5, ZARR, inside, no_gaps_read, open_hdf5
-from lightning_shard.data.readers.opened import OpenFile, optional
+from lightning_shard.data.readers.opened import OpenFile, damaged, optional
 from lightning_shard.data.readers.series_grid import (
     check_times,
     coordinates_of,
@@ -131,14 +131,10 @@ class SeriesFile:
         """
         opened = self.open()
         name = f"{self.seeds[trajectory]}/{variable.name}" if self.seeds else variable.name
-        try:
+        what = f"step {step} of trajectory {trajectory} of {name} in {self.path} cannot be read"
+        with damaged(what, "; restore the file."):
             array = inside(opened, name, self.path) if self.path.suffix in HDF5 else opened[name]
             return variable.read(array, trajectory, step, part)
-        except (OSError, RuntimeError, IndexError, ValueError) as error:
-            raise ValueError(
-                f"step {step} of trajectory {trajectory} of {name} in {self.path} cannot be read "
-                f"({error}); restore the file."
-            ) from error
 
     @classmethod
     def describe(
@@ -265,7 +261,9 @@ def _open_xarray(path: Path) -> Any:
                 return xarray.open_dataset(path, engine=engine, cache=False)
             except ValueError:  # times of a calendar that needs cftime stay numbers
                 return xarray.open_dataset(path, engine=engine, cache=False, decode_times=False)
-    except (ValueError, TypeError) as error:
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # each codec has errors of its own
         raise OSError(error) from error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_shard.data.readers.field_file import inside
+from lightning_shard.data.readers.opened import damaged
 
 _SPACE = ("lat", "latitude", "lon", "longitude", "rlat", "rlon", "x", "y")
 _LONGER = 1.5  # than the shortest step; months differ less
@@ -64,11 +65,12 @@ def coordinates_of(root: Any, path: Path) -> dict[str, np.ndarray | None]:
     names = [f"{group}/{name}" for name in keys_of(root.get(group))]
     names += [f"{name}-coordinate" for name in "xyz" if f"{name}-coordinate" in root]
     arrays = {name: inside(root, name, path) for name in names if name.split("/")[-1] != "time"}
-    return {
-        name.split("/")[-1]: array[()]
-        for name, array in arrays.items()
-        if len(getattr(array, "shape", ())) == 1
-    }
+    with damaged(f"{path} is damaged", "; restore it."):
+        return {
+            name.split("/")[-1]: array[()]
+            for name, array in arrays.items()
+            if len(getattr(array, "shape", ())) == 1
+        }
 
 
 def keys_of(found: Any) -> Collection[str]:

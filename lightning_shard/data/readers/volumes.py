@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_shard.data.readers.opened import mark_of, optional
+from lightning_shard.data.readers.opened import damaged, mark_of, optional
 from lightning_shard.data.readers.pictures import ImageFile
 from lightning_shard.data.slab import slab_of
 
@@ -44,10 +44,8 @@ class VolumeFile:
         nibabel = optional("nibabel", f"the file {path}", "nifti")
         if not self.path.exists():
             raise FileNotFoundError(f"the volume {path} does not exist; check its name.")
-        try:
+        with damaged(f"{path} is not a whole NIfTI file"):
             self._image = nibabel.load(path)
-        except (nibabel.filebasedimages.ImageFileError, OSError, EOFError, ValueError) as error:
-            raise ValueError(f"{path} is not a whole NIfTI file ({error}).") from error
         stored = tuple(int(n) for n in self._image.shape)
         if len(stored) not in (3, 4):
             raise ValueError(f"{path} must have 3 dims, or 4 with channels; got {stored}.")
@@ -62,10 +60,8 @@ class VolumeFile:
             ValueError: The file is damaged, or holds no numbers.
         """
         places = (*index[1:], index[0])[: len(self._image.shape)]
-        try:
+        with damaged(f"{self.path} is damaged", "; restore it."):
             values = np.asanyarray(self._image.dataobj[places])
-        except (OSError, EOFError, ValueError) as error:
-            raise ValueError(f"{self.path} is damaged ({error}); restore it.") from error
         if values.dtype.kind not in "biufc":
             raise ValueError(
                 f"{self.path} holds colors of {values.dtype}, which are no numbers; write them as "
