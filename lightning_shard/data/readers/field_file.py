@@ -94,7 +94,7 @@ class FieldFile:
         array = self.arrays[name]
         stored = index[len(index) + 1 - array.ndim :]  # without a channel dim of one
         values = _read(array, self.path, (sample, *stored))
-        return values.reshape([part.stop - part.start for part in index])
+        return values if array.ndim > len(index) else values[None][index[0]]
 
     def samples(self) -> list[tuple[Read, tuple[int, ...]]]:
         """Return for each sample of the only array a function that reads a part, and its shape.

@@ -60,14 +60,19 @@ class VolumeFile:
             ValueError: The file is damaged, or holds no numbers.
         """
         places = (*index[1:], index[0])[: len(self._image.shape)]
+        sizes = [part.stop - part.start for part in places]
         with damaged(f"{self.path} is damaged", "; restore it."):
-            values = np.asanyarray(self._image.dataobj[places])
+            values = (
+                np.asanyarray(self._image.dataobj[places])
+                if all(sizes)  # else nibabel may seek before the begin of the file
+                else np.empty(sizes, self._image.get_data_dtype())
+            )
         if values.dtype.kind not in "biufc":
             raise ValueError(
                 f"{self.path} holds colors of {values.dtype}, which are no numbers; write them as "
                 "channels, in its fourth dim."
             )
-        values = np.moveaxis(values, 3, 0) if values.ndim == 4 else values[None]
+        values = np.moveaxis(values, 3, 0) if values.ndim == 4 else values[None][index[0]]
         return values.astype(values.dtype.newbyteorder("="))
 
 

@@ -428,6 +428,18 @@ def test_numbers_of_the_other_byte_order(tmp_path, suffix):
     assert dataset[1]["x"].equal(torch.from_numpy(values[1]))
 
 
+@pytest.mark.parametrize("name", ["x.h5", "x.zarr"])
+def test_parts_without_rows(name, tmp_path):
+    """As ranks have that are more than the rows of a dim, or than the channels."""
+    write_fields(tmp_path / name, 2, [{"plane": np.ones((2, 5, 4)), "x": np.ones((2, 3, 5, 4))}])
+    file = FieldFile(tmp_path / name)
+    for array, (_, shape) in file.shapes(["plane", "x"]).items():
+        for dim in range(3):
+            part = [slice(0, n) for n in shape]
+            part[dim] = slice(shape[dim], shape[dim])
+            assert file.read(array, 1, part).shape == (*shape[:dim], 0, *shape[dim + 1 :])
+
+
 def test_arrays_that_are_no_fields(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"], file["words"] = 3.0, np.array([[b"one", b"two"]])

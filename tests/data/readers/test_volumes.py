@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 import lightning_shard
-from lightning_shard import VolumeDataset
+from lightning_shard import VolumeDataset, VolumeFile
 from lightning_shard.data.split import shard_batch
 from tests import training
 from tests.data.readers.test_fields import split_by
@@ -77,6 +77,21 @@ def test_the_fourth_dim_holds_channels():
     batch = shard_batch(default_collate([dataset[0]]), mesh_of(2), None)
     wanted = torch.from_numpy(np.stack(IMAGES)).float()
     assert lightning_shard.gather(batch["image"])[0].equal(wanted)
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+@pytest.mark.parametrize("channels", [1, 9])
+def test_parts_without_rows(suffix, channels, tmp_path):
+    """As ranks have that are more than the rows of a dim, or than the channels."""
+    values = np.stack([IMAGES[0]] * channels, -1)
+    save(tmp_path / f"a{suffix}", values[..., 0] if channels == 1 else values)
+    file = VolumeFile(tmp_path / f"a{suffix}")
+    whole = [slice(0, n) for n in (channels, *EXTENTS)]
+    for dim, extent in enumerate((channels, *EXTENTS)):
+        for start in (0, extent):
+            part = [*whole[:dim], slice(start, start), *whole[dim + 1 :]]
+            wanted = (*file.shape[:dim], 0, *file.shape[dim + 1 :])
+            assert file.read(part).shape == wanted
 
 
 def test_mistakes(tmp_path):
