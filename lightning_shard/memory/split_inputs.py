@@ -4,7 +4,6 @@ import difflib
 import functools
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,20 @@ from lightning_shard.tensor.placement import is_field
 
 _VALUES = (bool, int, float, complex, str)
 _changing = threading.Lock()
-_replaced = weakref.WeakKeyDictionary[nn.Module, set[str]]()  # methods that split their calls
+_REPLACED = "_methods_that_split"  # the attribute of a module
+
+
+class _Replaced(set[str]):
+    """The names of methods that split their calls. A copy would compute with the first's weights.
+
+    It is an attribute of the module, so that nobody copies or stores the module meanwhile.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "a module cannot be copied or pickled within split_inputs or in_tiles, since the copy "
+            "would compute with this one's weights; copy it before, or store its state_dict()."
+        )
 
 
 @contextmanager
@@ -75,7 +87,7 @@ def replacing(module: nn.Module, methods: Sequence[str]) -> Generator[None]:
         ValueError: Another one, perhaps in another thread, has replaced one of them.
     """
     with _changing:
-        held = _replaced.setdefault(module, set())
+        held = vars(module).setdefault(_REPLACED, _Replaced())
         if again := [name for name in methods if name in held]:
             raise ValueError(
                 f"{again[0]} of {type(module).__name__} is in split_inputs or in_tiles already; "
@@ -87,6 +99,8 @@ def replacing(module: nn.Module, methods: Sequence[str]) -> Generator[None]:
     finally:
         with _changing:
             held.difference_update(methods)
+            if not held:
+                del vars(module)[_REPLACED]
 
 
 @contextmanager

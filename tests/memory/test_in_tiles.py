@@ -1,5 +1,6 @@
 """One device in tiles: results are those of the whole field, and little is on the device."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Barrier
@@ -185,6 +186,23 @@ class Together(nn.Module):
         self.seen.append(type(x))
         self.both.wait()
         return self.layer(x)
+
+
+def test_a_copy_made_within_is_refused_and_one_made_before_has_its_own_weights(tmp_path) -> None:
+    net, x = nn.Conv2d(1, 1, 3, padding=1), torch.randn(1, 1, 8, 8)
+    before = copy.deepcopy(net)
+    with in_tiles(net, 3):
+        with pytest.raises(ValueError, match=r"cannot be copied or pickled .*; copy it before"):
+            copy.deepcopy(net)
+        with pytest.raises(ValueError, match=r"store its state_dict\(\)"):
+            torch.save(nn.Sequential(net), tmp_path / "net.pt")
+        torch.save(net.state_dict(), tmp_path / "net.pt")
+        nn.init.zeros_(before.weight)
+        with in_tiles(before, 2), torch.no_grad():
+            assert torch.equal(before(x), before.bias.view(1, 1, 1, 1).expand(1, 1, 8, 8))
+    after = copy.deepcopy(net)
+    assert torch.equal(after(x), net(x))
+    assert vars(after).keys() == vars(net).keys() == vars(nn.Conv2d(1, 1, 1)).keys()
 
 
 def test_each_call_of_several_threads_is_in_tiles() -> None:

@@ -8,13 +8,14 @@ import math
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from lightning_shard.data.readers.opened import OpenFile, damaged, optional
 
 _SPATIAL = "ZYX"
+_ORDER: dict[str, Literal["little", "big"]] = {"<": "little", ">": "big"}
 
 
 class ImageFile:
@@ -83,10 +84,25 @@ class _Opened:
         # before Python's collector finalizes what is in the file, in any order
         weakref.finalize(self, file.close)
         levels = file.series[0].levels
+        _refuse_lost_pages(file)
         if level >= len(levels):
             raise ValueError(f"it has {len(levels)} levels, and no level {level}")
         self.axes = str(levels[level].axes)
         self.array = zarr.open(levels[level].aszarr(), mode="r")
+
+
+def _refuse_lost_pages(file: Any) -> None:
+    """Refuse a file that was cut off: tifffile reads the pages that are left, as if they were all.
+
+    Raises:
+        ValueError: Its last page names another one, which is not there.
+    """
+    link = file.pages.next_page_offset
+    if link is not None:
+        file.filehandle.seek(link)
+        place = int.from_bytes(file.filehandle.read(file.tiff.offsetsize), _ORDER[file.byteorder])
+        if place >= file.filehandle.size:
+            raise ValueError(f"pages from {len(file.pages)} on are missing")
 
 
 def _open(path: Path, level: int) -> _Opened:

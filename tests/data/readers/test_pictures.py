@@ -88,6 +88,20 @@ def test_what_cannot_be_read_is_named(tmp_path):
         file.read([slice(0, n) for n in file.shape])
 
 
+@pytest.mark.parametrize("big", [False, True])
+@pytest.mark.parametrize("order", "<>")
+def test_a_file_that_has_lost_pages_is_refused(big, order, tmp_path):
+    path = tmp_path / "x.tif"
+    tifffile.imwrite(
+        path, STACK[0], bigtiff=big, byteorder=order, compression="zlib", metadata=None
+    )
+    assert ImageFile(path).shape == (6, 70, 50)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"x\.tif is not a whole .* \(pages from 3 on are missing"):
+        ImageFile(path)
+
+
 def test_a_dataset_of_pictures_and_labels(tmp_path):
     for folder, values in {"images": RGB, "labels": RGB[..., 0]}.items():
         (tmp_path / folder).mkdir()
