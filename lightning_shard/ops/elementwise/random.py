@@ -35,13 +35,23 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, so places give different seeds modulo 2 ** 
 
 Draw = Callable[[Tensor, torch.Generator | None], Any]
 
-# a variable of the process, not a ContextVar: backward, which may draw again, runs in threads
-# that inherit no context
-_exact = False
+# variables of the process, not ContextVars: backward, which may draw again, runs in threads that
+# inherit no context
+_blocks: list["_Block"] = []  # that are entered and not left; those of several threads may overlap
+_exact = False  # outside of all blocks
 # a hash of the state of the generators before a draw of the forward pass -> whether it was exact
 _drawn_exactly: dict[int, bool] = {}
-PROCESS_STATE = {"_exact": _exact, "_drawn_exactly": _drawn_exactly}  # each process has its own
+PROCESS_STATE = {  # each process has its own
+    "_blocks": _blocks, "_exact": _exact, "_drawn_exactly": _drawn_exactly,
+}  # fmt: skip
 _MOST_DRAWS = 2**17  # forgotten are the first ones
+
+
+class _Block:
+    """One `with use_exact_random(mode):`."""
+
+    def __init__(self, mode: bool) -> None:
+        self.mode = mode
 
 
 class use_exact_random:  # noqa: N801 - read as a function
@@ -68,21 +78,21 @@ class use_exact_random:  # noqa: N801 - read as a function
 
     def __init__(self, mode: bool = True) -> None:
         self.mode = mode
-        self._before: list[bool] | None = None  # None: no block was ever entered
+        self._entered: list[_Block] | None = None  # None: no block was ever entered
 
     def __enter__(self) -> None:
-        global _exact
-        self._before = [*(self._before or []), _exact]
-        _exact = self.mode
+        if self._entered is None:
+            self._entered = []
+        self._entered.append(_Block(self.mode))
+        _blocks.append(self._entered[-1])
 
     def __exit__(self, *_: object) -> None:
-        global _exact
-        assert self._before
-        _exact = self._before.pop()
+        assert self._entered
+        _blocks.remove(self._entered.pop())
 
     def __del__(self) -> None:
         global _exact
-        if self._before is None:
+        if self._entered is None:
             _exact = self.mode
             warnings.warn(
                 "use_exact_random(mode) as a statement sets the mode for the rest of the process; "
@@ -90,6 +100,13 @@ class use_exact_random:  # noqa: N801 - read as a function
                 DeprecationWarning,
                 stacklevel=2,
             )
+
+
+def is_exact() -> bool:
+    """Return the mode of the block that was entered last, or that outside of all blocks."""
+    for block in reversed(_blocks):
+        return block.mode
+    return _exact
 
 
 def draws_exactly(x: Subdomain, generator: torch.Generator | None = None) -> bool:
@@ -107,12 +124,12 @@ def _mode_of_draw(generator: torch.Generator | None, device: torch.device) -> bo
             states.append(torch.get_device_module(device).get_rng_state(device))
     key = hash(tuple(state.numpy().tobytes() for state in states))
     if backward_pass() != -1:
-        return _drawn_exactly.get(key, _exact)
+        return _drawn_exactly.get(key, is_exact())
     _drawn_exactly.pop(key, None)
-    _drawn_exactly[key] = _exact
+    _drawn_exactly[key] = is_exact()
     if len(_drawn_exactly) > _MOST_DRAWS:
         del _drawn_exactly[next(iter(_drawn_exactly))]
-    return _exact
+    return _drawn_exactly[key]
 
 
 def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> torch.Generator:

@@ -1,7 +1,7 @@
 """`use_exact_random`: the random numbers of split tensors are those of one process."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from unittest import mock
 
 import pytest
@@ -176,8 +176,8 @@ def test_training_with_dropout_equals_one_process(option):
     recorder = Recorder()
     with nullcontext() if option else lightning_shard.use_exact_random():
         trainer_of(option, recorder).fit(module, DataLoader(list(batches), batch_size=None))
-        assert random._exact is not option  # what was before the fit holds again
-    assert not random._exact
+        assert random.is_exact() is not option  # what was before the fit holds again
+    assert not random.is_exact()
     torch.testing.assert_close(recorder.losses, losses, rtol=1e-10, atol=0)
     state = full_module_state(module)
     for name, value in alone.state_dict().items():
@@ -193,7 +193,7 @@ def test_what_cannot_be_exact_is_refused():
 
 class Fails(Callback):
     def on_train_batch_start(self, trainer, module, batch, index):
-        assert random._exact
+        assert random.is_exact()
         raise ZeroDivisionError("the first batch")
 
 
@@ -202,25 +202,35 @@ def test_the_option_ends_with_a_fit_that_fails():
     batches = DataLoader(list(torch.randn(2, 3, 2, 11, 8).double()), batch_size=None)
     with pytest.raises(ZeroDivisionError, match="the first batch"):
         trainer_of(True, Fails()).fit(Net(), batches)
-    assert not random._exact
+    assert not random.is_exact()
 
 
 def test_blocks_nest_and_are_left_by_an_error():
     with lightning_shard.use_exact_random():
         with lightning_shard.use_exact_random(False):
-            assert not random._exact
-        assert random._exact
+            assert not random.is_exact()
+        assert random.is_exact()
         with pytest.raises(ZeroDivisionError), lightning_shard.use_exact_random(False):
             _ = 1 / 0
-        assert random._exact
-    assert not random._exact
+        assert random.is_exact()
+    assert not random.is_exact()
+
+
+def test_blocks_of_threads_that_overlap_leave_the_mode_as_it_was():
+    """As calls of one network in tiles by several threads."""
+    first, second = lightning_shard.use_exact_random(), lightning_shard.use_exact_random()
+    with ExitStack() as other:
+        with first:
+            other.enter_context(second)
+        assert random.is_exact()
+    assert not random.is_exact()
 
 
 def test_a_call_without_a_block_is_deprecated():
     try:
         with pytest.warns(DeprecationWarning, match="with use_exact_random"):
             lightning_shard.use_exact_random(True)
-        assert random._exact
+        assert random.is_exact()
     finally:
         random._exact = False
 
@@ -228,7 +238,7 @@ def test_a_call_without_a_block_is_deprecated():
 def test_backward_in_another_thread_draws_the_same():
     """As on a GPU, whose backward runs in a thread of autograd's."""
     with lightning_shard.use_exact_random(), ThreadPoolExecutor(1) as other:
-        assert other.submit(lambda: random._exact).result()
+        assert other.submit(lambda: random.is_exact()).result()
 
 
 def dropped_block(x):
