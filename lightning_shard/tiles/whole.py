@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_shard.domain.align import gathered
 from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.tensor.scripted import install_scripted
 from lightning_shard.tensor.transforms import install_transforms
 from lightning_shard.tiles.operation import Call, cut_as
 from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
@@ -57,6 +58,7 @@ def made_by(
 
 
 def _layouts(tiles: Tiles, shape: Sequence[int], dims: int | Sequence[int]) -> list[Layout]:
+    install_scripted()
     install_transforms()
     splits = splits_of(len(shape), tiles.sizes, dims)
     return [Layout.of(shape, splits, domain.grid) for domain in tiles.domains]

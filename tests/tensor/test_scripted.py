@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
-from tests.parity import assert_double_backward, assert_parity, mesh_of
+from tests.parity import assert_double_backward, assert_parity, mesh_of, tiles_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
@@ -33,11 +33,12 @@ with warnings.catch_warnings():
 SHAPE = (2, 4, 7, 2)
 
 
+def function(x, y):
+    return gated(x, 2, [y[:, :2], 2 * y[:, 2:]]), gated(x, channels=1, weights=[]), traced(x)
+
+
 @pytest.mark.spmd(3)
 def test_equals_one_process():
-    def function(x, y):
-        return gated(x, 2, [y[:, :2], 2 * y[:, 2:]]), gated(x, channels=1, weights=[]), traced(x)
-
     for dim in (0, 1, 2):
         assert_parity(function, [SHAPE, SHAPE], {0: [dim], 1: [dim]}, mesh_of(3))
     assert_double_backward(function, [SHAPE, SHAPE], {0: [2], 1: [2]}, mesh_of(3))
@@ -45,6 +46,13 @@ def test_equals_one_process():
     torch.testing.assert_close(
         product(plain, plain)[..., 0], plain[..., 0] ** 2 - plain[..., 1] ** 2
     )
+
+
+def test_equals_one_process_in_tiles():
+    """A program may have no ranks at all: its first field in tiles must do what a mesh does."""
+    for dim in (0, 1, 2):
+        assert_parity(function, [SHAPE, SHAPE], {0: [dim], 1: [dim]}, tiles_of(3))
+    assert_double_backward(function, [SHAPE, SHAPE], {0: [2], 1: [2]}, tiles_of(3))
 
 
 @pytest.mark.spmd(2)
