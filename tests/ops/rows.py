@@ -183,6 +183,11 @@ ROWS: dict[str, Row] = {
         [lambda x, w: torchvision.ops.deform_conv2d(x, x[:, :1].repeat(1, 2, 1, 1), w)],
         lambda: [((torch.randn(2, 3, 7, 6).double(), torch.randn(4, 3, 1, 1).double()), {})],
     ),
+    "fill_diagonal_": Row(
+        [lambda x: (x * 2).fill_diagonal_(3.0), lambda x: (x.T * 2).fill_diagonal_(3.0, wrap=True),
+         lambda x: (x > 0).fill_diagonal_(True), lambda x: Tensor.fill_diagonal_(x.detach(), 0)],
+        matrices(),
+    ),
     "setitem": Row([assigned, of_other_data], matrices()),
     "sparse": Row(
         [lambda x: torch.sparse.mm(torch.ones(3, x.shape[0]).double().to_sparse(), x)], matrices()

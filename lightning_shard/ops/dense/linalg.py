@@ -162,6 +162,21 @@ def diagonal_scatter(
     return x.clone().copy_(found.movedim((-2, -1), (dim1, dim2)))  # in memory it lies like `x`
 
 
+@composes(Tensor.fill_diagonal_, limits="matrices alone")
+def fill_diagonal_(func: Callable[..., Tensor], x: Any, fill_value: Any, wrap: bool = False) -> Any:
+    """Write a number onto the diagonal of a matrix; nothing travels.
+
+    With `wrap` the diagonal of a tall matrix begins again below a row that it leaves out.
+    """
+    if x.ndim > 2:
+        raise UnsupportedOperationError(f"a diagonal of {x.ndim} dims, where it serves 2")
+    rows, columns = x.shape
+    for start in range(0, rows, columns + 1) if wrap else (0,):
+        chosen = torch.ones_like(x, dtype=torch.bool).tril(-start).triu(-start)
+        x.masked_fill_(chosen, fill_value)
+    return x
+
+
 @composes(torch.diag, Tensor.diag, torch.diagflat, Tensor.diagflat)
 def diag(func: Callable[..., Tensor], x: Any, diagonal: int = 0, **named: int) -> Tensor:
     """Make a matrix of a vector, whose values travel to their rows; or take a matrix's diagonal."""

@@ -80,6 +80,14 @@ CASES = {
         ),
         [SHAPE, (7, 7)],
     ),
+    "fill_diagonal_": (
+        lambda x: (
+            (x[0, 0] * x[0, 0]).fill_diagonal_(3.0),
+            (x[0, 0].T * x[0, 1].T).fill_diagonal_(3.0),
+            (2 * x[0, :2].flatten(0, 1)).fill_diagonal_(3.0, wrap=True),
+        ),
+        [SHAPE],
+    ),
     "distances": (
         lambda x, y: [torch.cdist(x.flatten(2), y, p) for p in (0.0, 0.5, 1.0, 2.0, 3.0)],
         [SHAPE, (2, 4, 35)],
@@ -89,7 +97,16 @@ CASES = {
         [SHAPE],
     ),
 }
-SMOOTH = ["distances_among", "solve", "flat_linear", "linear", "gram", "einsum_sum", "baddbmm"]
+SMOOTH = [
+    "distances_among",
+    "solve",
+    "flat_linear",
+    "linear",
+    "fill_diagonal_",
+    "gram",
+    "einsum_sum",
+    "baddbmm",
+]
 
 
 @pytest.mark.spmd(4)
