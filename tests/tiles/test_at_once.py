@@ -116,6 +116,16 @@ def test_convolutions_keep_the_order_of_memory() -> None:
     assert_same(found[1], found[0])
 
 
+def test_convolutions_that_say_one_padding_in_two_ways() -> None:
+    """Plans of equal windows are made once, so a plan may have windows of another convolution."""
+    torch.manual_seed(0)
+    convs = [nn.Conv2d(3, 3, 3, padding=said) for said in (1, "same", (1, 1), "same", 1)]
+    net, x = nn.Sequential(*convs).double(), torch.randn(2, 3, 13, 12, dtype=torch.float64)
+    wanted = _found(copy.deepcopy(net), x.clone(), twice=True)
+    for got, want in zip(_found(net, shard(x, Tiles(3), 2), twice=True), wanted, strict=True):
+        assert_same(got, want)
+
+
 @pytest.mark.parametrize(("shape", "dim"), [((6, 4), 0), ((6, 4, 5), 0), ((6, 4, 5), 2)])
 def test_batch_norm_of_split_samples(shape: tuple[int, ...], dim: int) -> None:
     torch.manual_seed(0)

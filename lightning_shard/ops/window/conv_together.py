@@ -120,7 +120,7 @@ def conv_together(
     numbers = Numbers(
         w.dim,
         [each.stride for each in windows],
-        [0 if each is w else each.before for each in windows],
+        [0 if each.dim == w.dim else each.before for each in windows],
         [each.dilation for each in windows],
         groups,
         here.moves,
