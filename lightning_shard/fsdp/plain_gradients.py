@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_shard.domain.comm import all_mean
 from lightning_shard.domain.half import HALF
 from lightning_shard.domain.wire import wait_for
-from lightning_shard.fsdp.same_blocks import SameBlocks
+from lightning_shard.fsdp.same_blocks import LOOKED_AT, SameBlocks
 from lightning_shard.fsdp.sparse_gradients import may_be_sparse, mean_of_sparse
 from lightning_shard.fsdp.unreduced import Unreduced
 from lightning_shard.processes.errors_together import copy_from_first
@@ -250,7 +250,7 @@ class PlainGradients:
         return self._mean_for_hooks(gradient)
 
     def _mean_for_hooks(self, gradient: Tensor) -> Tensor:
-        self._comes_to("gives hooks of a parameter the mean of its gradient")
+        self._comes_to(LOOKED_AT)
         return _mean(gradient, self.group)
 
     def _comes_to(self, event: str, words: str = "") -> None:

@@ -46,7 +46,14 @@ _OTHER_LENGTHS = (
     "give all ranks as many: one batch_size, and data of one length; or end the loop on all ranks "
     "after the same number: for batch in itertools.islice(loader, number).",
 )
+_OTHER_HOOKS = (
+    "do different things",
+    "register a hook of a parameter on all ranks. What one rank alone looks at, as a logger does, "
+    "it finds in p.grad in on_before_optimizer_step, which is the mean over the ranks; with wandb "
+    'take logger.watch(module, log="parameters").',
+)
 _READ_ALL = "has read all of its batches"
+LOOKED_AT = "gives hooks of a parameter the mean of its gradient"
 
 _open: dict[tuple[int, ...], "SameBlocks"] = {}  # by ranks
 PROCESS_STATE = {"_open": _open}
@@ -242,6 +249,8 @@ class SameBlocks:
                 kind, remedy = _OTHER_BLOCKS if of_blocks else _OTHER_CALLS
                 if event == _READ_ALL or _READ_ALL in other:
                     kind, remedy = _OTHER_LENGTHS
+                elif event == LOOKED_AT or LOOKED_AT in other:
+                    kind, remedy = _OTHER_HOOKS
                 raise DisagreementError(
                     f"the ranks {kind}: rank {self._rank} {words}, where {other}; {remedy}"
                 )

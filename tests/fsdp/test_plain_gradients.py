@@ -187,6 +187,17 @@ def test_hooks_of_parameters_are_given_the_mean(sizes, early):
 
 
 @pytest.mark.spmd(2)
+def test_a_hook_of_one_rank_alone_is_refused_with_a_way_out():
+    """Loggers that draw gradients, as wandb's `watch` does, register theirs on the first rank."""
+    net = Net()
+    whole(net, make_mesh("cpu", 1, (2,)))
+    for p in [*net.parameters()] if dist.get_rank() == 0 else []:
+        p.register_hook(lambda gradient: None)
+    with pytest.raises(lightning_shard.DisagreementError, match="in on_before_optimizer_step"):
+        net(samples()).square().mean().backward()
+
+
+@pytest.mark.spmd(2)
 def test_an_optimizer_in_backward():
     """It steps in the hook of each parameter, and frees the gradient."""
     mesh, alone = make_mesh("cpu", 1, (2,)), Net()
