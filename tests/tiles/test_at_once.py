@@ -126,7 +126,10 @@ def test_convolutions_that_say_one_padding_in_two_ways() -> None:
         assert_same(got, want)
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((6, 4), 0), ((6, 4, 5), 0), ((6, 4, 5), 2)])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((6, 4), 0), ((6, 4, 5), 0), ((7, 4, 5), 0), ((4, 4, 5), 0), ((2, 4, 5), 0), ((6, 4, 5), 2)],
+)
 def test_batch_norm_of_split_samples(shape: tuple[int, ...], dim: int) -> None:
     torch.manual_seed(0)
     net, x = nn.BatchNorm1d(4).double(), torch.randn(shape, dtype=torch.float64)

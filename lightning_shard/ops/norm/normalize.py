@@ -224,7 +224,7 @@ def _fused_moments(members: Sequence[_Member], joint: Joint) -> Tensor:
         return torch.stack([*(mean for _, mean in found), *(variance for variance, _ in found)])
     means: list[Tensor] = []
     deviations: list[Tensor] = []
-    samples = 1
+    counts: list[int] = []
     for m in members:
         x = m.flat(m.local)
         samples, area = x.shape[0], math.prod(x.shape[2:])
@@ -234,12 +234,13 @@ def _fused_moments(members: Sequence[_Member], joint: Joint) -> Tensor:
         _, mean, deviation = torch.native_group_norm(x.contiguous(), None, None, *own)
         means.append(mean)
         deviations.append(deviation)
+        counts.append(samples)
     both = torch.cat([*means, *deviations])
     half = both.shape[0] // 2
     both.narrow(0, half, half).pow_(-2)
-    if samples == 1:
+    if max(counts) == 1:
         return both
-    each = both.view(2, len(members), samples, -1).permute(1, 2, 0, 3)
+    each = both.view(2, half, -1).transpose(0, 1).split_with_sizes(counts)
     return Joint.moments_of([mixed(parts) for parts in each])
 
 
