@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.processes.torch_private.internals import accessors, is_view, without_rules
+from lightning_shard.processes.torch_private.internals import (
+    accessors,
+    copy_of_tensor,
+    is_view,
+    without_rules,
+)
 from lightning_shard.tensor.part import part_of
+
+aten: Any = torch.ops.aten
 
 
 def attributes_of(names: str) -> set[Any]:
@@ -37,6 +44,12 @@ OF_WRAPPER = attributes_of(
 OF_LOCAL = attributes_of("is_leaf retains_grad output_nr _version grad_dtype") | {
     Tensor.retain_grad, Tensor.is_conj, Tensor.is_neg, Tensor.is_pinned,
     torch.is_conj, torch.is_neg,
+}  # fmt: skip
+
+# Operators that autograd runs on wrappers. A dispatch mode of the user, such as FlopCounterMode, is
+# given them and calls them: `DomainTensor.__torch_dispatch__` answers.
+OF_AUTOGRAD = {
+    aten.add.Tensor, aten.detach.default, aten.detach_.default, aten.isnan.default, copy_of_tensor,
 }  # fmt: skip
 
 
@@ -79,7 +92,7 @@ def _of_memory(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _facts() -> dict[Any, Callable[..., Any]]:
-    facts: dict[Any, Callable[..., Any]] = dict.fromkeys(OF_WRAPPER, _of_wrapper)
+    facts: dict[Any, Callable[..., Any]] = dict.fromkeys(OF_WRAPPER | OF_AUTOGRAD, _of_wrapper)
     facts |= dict.fromkeys(OF_LOCAL, _of_local)
     return facts | {
         accessors("requires_grad").__get__: _requires_grad,

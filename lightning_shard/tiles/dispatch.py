@@ -32,7 +32,7 @@ from lightning_shard.tensor.tensor import (
 from lightning_shard.tiles.by_rule import by_rule
 from lightning_shard.tiles.operation import without_graph
 from lightning_shard.tiles.rows import TileRows, plain_rows
-from lightning_shard.tiles.tile_tensor import TileTensor
+from lightning_shard.tiles.tile_tensor import OF_AUTOGRAD, TileTensor
 from lightning_shard.tiles.views import (
     fresh,
     refuse_write,
@@ -84,7 +84,7 @@ TileTensor.run = staticmethod(run)
 
 
 def _run(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if func in OF_WRAPPER:
+    if func in OF_WRAPPER or func in OF_AUTOGRAD:
         with without_rules():
             return func(*args, **kwargs)
     if func in _OF_GRAPH:

@@ -173,7 +173,7 @@ class TileTensor(LocalField):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Serve what autograd itself does with gradients and leaves."""
-        known = _OF_AUTOGRAD.get(func)
+        known = OF_AUTOGRAD.get(func)
         if known is None:
             raise UnsupportedOperationError(
                 f"{func} reached a field in tiles without passing a rule; register one "
@@ -266,7 +266,9 @@ def _copied(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     return TileTensor.run(*((Tensor.to, (x, dtype)) if dtype else (torch.clone, (x,))), {})
 
 
-_OF_AUTOGRAD: dict[Any, Callable[..., Any]] = {
+# operators that autograd itself runs; a dispatch mode of the user, such as FlopCounterMode, is
+# given them, and calls them once more
+OF_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detached,
     aten.alias.default: _detached,
     aten.view.default: _same_view,
