@@ -231,6 +231,20 @@ class Subdomain:
         """Return itself."""
         return self
 
+    def check(self) -> None:
+        """Find out that a rule made other rows than its layout says, before others read them.
+
+        Raises:
+            RuntimeError: The shape of the local tensor is not that of this rank's part.
+        """
+        if self.local.shape != self.layout.local_shape:
+            raise RuntimeError(
+                f"a rule gave a part of shape {tuple(self.local.shape)} where the split of "
+                f"{self.shape} has one of {self.layout.local_shape}. That is an error of this "
+                "package, or of a rule that register_rule was given; please report it. "
+                "lightning_shard.gather before the call, and shard after it, go around it."
+            )
+
     def like(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
         """Wrap a new local tensor on the same domain; its layout is this one by default."""
         layout = layout or self.layout

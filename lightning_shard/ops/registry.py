@@ -105,7 +105,7 @@ def register_rule(*functions: Function, limits: str = "") -> Callable[[R], R]:
     The rule takes the function and its arguments, in which each split tensor is a `Subdomain`:
     `local` is this rank's part, `layout` says which dims are split (`layout.split_dims`), and
     `x.like(local)` wraps a result that is split in the same way. All ranks must make the same
-    decisions.
+    decisions. A result of other rows than its layout says ends in a RuntimeError.
 
     The annotations of the rule's parameters decide which operands it accepts: `Subdomain` takes
     split tensors only, `Tensor` takes plain tensors only, and no annotation takes both.

@@ -83,6 +83,8 @@ class DomainTensor(Tensor):
     def __new__(cls, part: Part, device: torch.device | None = None) -> "DomainTensor":
         # the wrapper requires grad too: a foreign autograd.Function then marks it, see `part_of`
         local = part.local
+        if isinstance(part, Subdomain):
+            part.check()
         wrapper: Any = make_wrapper(
             cls,
             part.shape,

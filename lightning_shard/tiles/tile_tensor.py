@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.torch_private.internals import (
     any_is_true,
     copy_of_tensor,
@@ -132,6 +133,9 @@ class TileTensor(LocalField):
         roots: tuple[Any, ...] = (),
         like: "TileTensor | None" = None,
     ) -> "TileTensor":
+        for part in parts:
+            if isinstance(part, Subdomain):
+                part.check()
         first: Any = parts[0] if like is None else like
         device = first.device if like is not None else first.local.device
         made: Any = make_wrapper(

@@ -8,7 +8,7 @@ import torch.utils.dlpack as dlpack
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
-from tests.parity import assert_parity, mesh_of
+from tests.parity import assert_parity, mesh_of, tiles_of
 
 
 @pytest.mark.spmd(3)
@@ -38,6 +38,29 @@ def test_registered_rule():
         from lightning_shard.ops import registry
 
         registry._RULES.pop(function)
+
+
+def check_a_rule_that_drops_a_row(where):
+    function = torch.fake_quantize_per_tensor_affine
+    x = lightning_shard.shard(torch.randn(7, 3), where, 0)
+    lightning_shard.register_rule(function)(lambda func, x, *_: x.like(x.local[1:]))
+    try:
+        with pytest.raises(RuntimeError, match=r"a part of shape .* please report it") as refused:
+            function(x, 0.1, 0, -8, 7)
+        assert "where the split of (7, 3) has one of" in str(refused.value)
+    finally:
+        from lightning_shard.ops import registry
+
+        registry._RULES.pop(function)
+
+
+@pytest.mark.spmd(3)
+def test_a_rule_that_gives_other_rows_than_it_says_is_found_on_ranks():
+    check_a_rule_that_drops_a_row(mesh_of(3))
+
+
+def test_a_rule_that_gives_other_rows_than_it_says_is_found_in_tiles():
+    check_a_rule_that_drops_a_row(tiles_of(3))
 
 
 @pytest.mark.spmd(2)
