@@ -278,6 +278,8 @@ def on_parts(
         without: Any = "it has no rule for split tensors"
         if isinstance(func, ScriptMethod):
             without = "TorchScript asks no rule; give the module as it was before torch.jit"
+        elif getattr(func, "namespace", None) == "aten":  # OpOverload
+            without = "operators have no rules; give the module as it was before torch.export"
         raise UnsupportedOperationError(_WITHOUT_RULE.get(func, without))
     writing = changes_first(func, local_args, local_kwargs)
     run = _run_and_write_back if writing else run_rule

@@ -62,3 +62,16 @@ def test_modules_are_refused():
     for module in (torch.jit.script(network), torch.jit.trace(network, torch.ones(1, 3, 8, 8))):
         with pytest.raises(UnsupportedOperationError, match=r"forward .* before torch\.jit"):
             module(x)
+
+
+@pytest.mark.parametrize("kind", ["ranks", "tiles"])
+@pytest.mark.spmd(2)
+def test_an_exported_module_is_refused_and_serves_as_it_was_before(kind):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    split = lightning_shard.shard(x, mesh_of(2) if kind == "ranks" else tiles_of(2), 2)
+    module = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Flatten(0, 1))
+    exported = torch.export.export(module, (x,)).module()
+    with torch.no_grad(), pytest.raises(UnsupportedOperationError, match=r"before torch\.export"):
+        exported(split)
+    torch.testing.assert_close(lightning_shard.gather(module(split)), exported(x))
