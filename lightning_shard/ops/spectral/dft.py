@@ -194,7 +194,16 @@ def table(t: Transform, form: str, dtype: torch.dtype, device: torch.device) -> 
     return matrix.to(dtype).contiguous()
 
 
+def _with_extent(x: Tensor, dim: int, extent: int) -> list[int]:
+    """Return the shape of `x` with another extent of a dim."""
+    shape = list(x.shape)
+    shape[dim] = extent
+    return shape
+
+
 def _fft(x: Tensor, dim: int, t: Transform) -> Tensor:
+    if not x.numel():  # torch 2.11 refuses a tensor without elements on the CPU
+        return x.new_zeros(_with_extent(x, dim, len(t.kept)), dtype=x.dtype.to_complex())
     transform = fft.fft if x.is_complex() or not t.half() else fft.rfft
     modes = transform(x, t.extent, dim)
     runs = _runs(t.kept)
@@ -208,9 +217,10 @@ def _fft(x: Tensor, dim: int, t: Transform) -> Tensor:
 
 def _inverse_fft(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
     half = real and t.half()
-    shape = list(modes.shape)
-    shape[dim] = t.extent // 2 + 1 if half else t.extent
-    placed = modes.new_zeros(shape)
+    if not modes.numel():
+        dtype = modes.dtype.to_real() if real else modes.dtype
+        return modes.new_zeros(_with_extent(modes, dim, t.rows[1]), dtype=dtype)
+    placed = modes.new_zeros(_with_extent(modes, dim, t.extent // 2 + 1 if half else t.extent))
     pairs, places = torch.view_as_real(modes.resolve_conj()), torch.view_as_real(placed)
     weights = _weights(t, pairs.dtype, modes.device, half=half)
     weights = weights.view(-1, *[1] * (modes.ndim - dim - 1), 2)
@@ -226,8 +236,7 @@ def _inverse_fft(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
         x = x.real.clone() if real else x
     missing = t.rows[1] - t.extent
     if missing > 0:
-        shape[dim] = missing
-        return torch.cat([x, x.new_zeros(shape)], dim)
+        return torch.cat([x, x.new_zeros(_with_extent(x, dim, missing))], dim)
     return x.narrow(dim, 0, t.rows[1]).clone() if missing else x
 
 
