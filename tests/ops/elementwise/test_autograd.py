@@ -10,6 +10,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard import DomainTensor, UnsupportedOperationError
+from tests import OLDEST
 from tests.parity import assert_double_backward, assert_parity, mesh_of
 
 SHAPE = (2, 3, 7, 3)
@@ -40,6 +41,8 @@ def test_grad_of_split_and_plain_inputs(dims):
     found = torch.autograd.grad(model(split, plain).square().sum(), [split, plain])
     torch.testing.assert_close(lightning_shard.gather(found[0]), wanted[0])
     torch.testing.assert_close(found[1], wanted[1])
+    if OLDEST:  # it takes no dict of inputs
+        return
     seed = torch.randn(2, 4, 7, 3, dtype=torch.float64)
     wanted = torch.autograd.grad(model(x_, w_), {"x": x_, "w": w_}, seed)
     found = torch.autograd.grad(model(split, plain), {"x": split, "w": plain}, seed)
