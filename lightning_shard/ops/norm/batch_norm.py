@@ -13,6 +13,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import layout_of
 from lightning_shard.domain.local_group import after
+from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.norm.groups import groups_of
@@ -40,10 +41,10 @@ def batch_norm(
         own = [_of_channels(x, v) for v in (running_mean, running_var, weight, bias)]
         if not x.local.numel():
             return x.like(empty_attached(x.local.shape, x.local, *own[2:], is_curved=True))
-        return x.like(func(x.local, *own, False, momentum, eps))
+        return x.like(_by_kernel(func, x.local, *own, False, momentum, eps))
     if x.layout.parts() == 1:
         statistics = running_mean, running_var, weight, bias
-        return x.like(func(x.local, *statistics, True, momentum, eps))
+        return x.like(_by_kernel(func, x.local, *statistics, True, momentum, eps))
     dims = (0, *range(2, x.ndim))
     count = volume(x.layout, dims)
     if count == 1:
@@ -81,7 +82,7 @@ def instance_norm(
         return batch_norm(F.batch_norm, x, running_mean, running_var, weight, bias, False, eps=eps)
     if x.layout.parts() == 1:
         statistics = running_mean, running_var, weight, bias
-        return x.like(func(x.local, *statistics, True, momentum, eps))
+        return x.like(_by_kernel(func, x.local, *statistics, True, momentum, eps))
     dims = tuple(range(2, x.ndim))
     count = volume(x.layout, dims)
     if count == 1:
@@ -103,6 +104,19 @@ def instance_norm(
         return x.like(result)
 
     return after(normalize_groups(x.local, weight, bias, groups), noted)
+
+
+def _by_kernel(func: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+    """Normalize values of which no other rank has a part.
+
+    Of one row or column torch's kernel on a CPU takes the order from the strides. Where those of
+    the values and of the gradient say different things, its gradients are wrong. So both lie row by
+    row for it.
+    """
+    if 1 not in x.shape[2:]:
+        return func(x, *others)
+    found = func(x.flatten().view(x.shape), *others)
+    return found.flatten().view(x.shape).contiguous(memory_format=format_of(x))
 
 
 def _of_channels(x: Subdomain, values: Any) -> Any:

@@ -9,7 +9,13 @@ from torch.utils.checkpoint import checkpoint
 import lightning_shard
 from lightning_shard.domain.errors import UnsupportedOperationError
 from tests.pairs import choose
-from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
+from tests.parity import (
+    assert_double_backward,
+    assert_parity,
+    assert_parity_of_module,
+    mesh_of,
+    tiles_of,
+)
 
 IMAGE = (2, 4, 7, 5)
 CASES = {
@@ -67,6 +73,20 @@ TINY = {
         [(2, 4, 3), (4,), (4,)],
     ),
 }
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dims", [[0], [2], [3]], ids=str)
+def test_frozen_statistics_of_one_row_whose_gradient_lies_in_another_order(dims):
+    """Of one row torch's kernel takes the order of values from strides that say nothing."""
+
+    def function(x, weight, bias):
+        mean = torch.linspace(-1, 1, 4, dtype=torch.float64)
+        y = F.batch_norm(x, mean, mean.exp(), weight, bias)
+        return y.transpose(1, 3) @ mean.outer(mean.cos())
+
+    for mesh in (mesh_of(3), tiles_of(3), tiles_of(1)):
+        assert_parity(function, [(2, 4, 3, 3), (4,), (4,)], {0: dims}, mesh)
 
 
 @pytest.mark.spmd(4)
