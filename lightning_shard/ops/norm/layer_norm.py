@@ -103,8 +103,10 @@ def local_response_norm(
 ) -> Subdomain:
     """Normalize over neighbouring channels; some channels of other ranks travel."""
     x = input
-    if 0 in x.local.shape and 0 not in x.shape:  # torch would return it as it is
+    if 0 in x.local.shape and 0 not in x.shape and x.ndim > 2:  # torch would return it as it is
         (x,) = cast_for(of_one(func, 1), x)
+        if not x.layout.axes(1):
+            return x.like(empty_attached(x.local.shape, x.local, is_curved=True))
     if x.ndim < 3 or not x.layout.axes(1):
         return in_own_memory(x.like(func(x.local, size, alpha, beta, k)), x)
     x = one_factor(x, 1)

@@ -13,6 +13,7 @@ from tests.parity import (
     assert_double_backward,
     assert_parity,
     assert_parity_of_module,
+    assert_same,
     mesh_of,
     tiles_of,
 )
@@ -87,6 +88,19 @@ def test_frozen_statistics_of_one_row_whose_gradient_lies_in_another_order(dims)
 
     for mesh in (mesh_of(3), tiles_of(3), tiles_of(1)):
         assert_parity(function, [(2, 4, 3, 3), (4,), (4,)], {0: dims}, mesh)
+
+
+@pytest.mark.spmd(3)
+def test_second_gradients_of_response_norm_on_a_rank_without_rows():
+    """The sum has no curvature of its own, so the rank must have that of the norm."""
+    field = torch.randn(2, 4, 2, 3, dtype=torch.float64)
+    found: list[torch.Tensor] = []
+    for given in (field, lightning_shard.shard(field, mesh_of(3), 2)):
+        x = given.clone().requires_grad_()
+        loss = F.local_response_norm(x, 3, alpha=0.5).sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        found += torch.autograd.grad(first.square().sum(), x)
+    assert_same(lightning_shard.gather(found[1]), found[0])
 
 
 @pytest.mark.spmd(4)
