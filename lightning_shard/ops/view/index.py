@@ -44,9 +44,9 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
 
     needs = needs_of(len(rows), grid.parts(factor.axes), span)
     moved = route_of(x, dim, needs).moves
-    local = fetch(x, dim, needs)
-    if rows.step > 1:
-        with views_replayed(layout.leaves_empty):  # see domain/empty_ranks.py
+    with views_replayed(layout.leaves_empty):  # see domain/empty_ranks.py
+        local = fetch(x, dim, needs)
+        if rows.step > 1:
             local = local[(slice(None),) * dim + (slice(None, None, rows.step),)]
     index = (slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)
     return x.copy(local, layout, strides, moved=moved, index=index)

@@ -326,3 +326,15 @@ def test_every_second_row_written_of_as_many_rows_as_ranks():
         return y
 
     assert_double_backward(function, [(3, 3)], {0: [1]}, mesh_of(3))
+
+
+@pytest.mark.spmd(3)
+def test_a_boundary_that_is_added_to():
+    """Of its one row two ranks have none. `+=` writes through a view, then assigns the view."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        y[:, :1] += y.mean()
+        return y
+
+    assert_double_backward(function, [(2, 6)], {0: [1]}, mesh_of(3))
