@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.align import subdomains
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
@@ -126,7 +127,10 @@ def embedding(
         raise UnsupportedOperationError("embedding with max_norm or scale_grad_by_freq")
     if isinstance(weight, Tensor) and isinstance(input, Subdomain):
         dims = (*input.layout.dims, (Factor(weight.shape[1]),))
-        found = func(input.local, weight, padding_idx, sparse=sparse)
+        if input.local.numel() or sparse:
+            found = func(input.local, weight, padding_idx, sparse=sparse)
+        else:  # torch's second derivative of no rows raises an error
+            found = empty_attached((*input.local.shape, weight.shape[1]), weight)
         return input.like(found, Layout(dims, input.layout.grid))
     table = as_split(weight, input)
     flat = input if input.ndim or isinstance(input, Subdomain) else input.reshape(1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
-from tests.parity import assert_parity, mesh_of
+from tests.parity import assert_double_backward, assert_parity, mesh_of
 
 SHAPE = (2, 3, 7, 5)
 ROWS = torch.tensor([4, 0, 0, 3, -1])
@@ -180,6 +180,14 @@ def test_pieces_of_no_rows():
         for dim in (0, 1):
             found = split(lightning_shard.shard(empty, mesh_of(3), dim))
             assert [piece.shape for piece in found] == [piece.shape for piece in wanted]
+
+
+@pytest.mark.spmd(3)
+def test_second_gradients_of_an_embedding_on_a_rank_without_rows():
+    def function(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.embedding(numbers(x, 4), table).sin() * x[..., None]
+
+    assert_double_backward(function, [(2, 3), (4, 2)], {0: [0]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)
