@@ -43,7 +43,7 @@ def grid_sample(
     image, points = local_part(x, image), local_part(grid, points)
     if 0 in layout.local_shape:
         sources = cast_for(_sample_of_one, image, points)
-        return owner.like(empty_attached(layout.local_shape, *sources), layout)
+        return owner.like(empty_attached(layout.local_shape, *sources, is_curved=True), layout)
     return owner.like(func(image, points, mode, padding_mode, align_corners), layout)
 
 

@@ -7,7 +7,13 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.domain.errors import UnsupportedOperationError
-from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+from tests.parity import (
+    assert_double_backward,
+    assert_parity,
+    assert_parity_of_module,
+    mesh_of,
+    tiles_of,
+)
 
 IMAGE, GRID = (2, 3, 7, 5), (2, 6, 4, 2)
 MODES = [*itertools.product(["bilinear", "nearest", "bicubic"], ["zeros", "border", "reflection"])]
@@ -87,6 +93,12 @@ class Transformer(nn.Module):
 @pytest.mark.spmd(3)
 def test_spatial_transformer():
     assert_parity_of_module(Transformer().double(), IMAGE, [2], mesh_of(3))
+
+
+@pytest.mark.spmd(3)
+def test_second_gradients_on_a_rank_without_rows():
+    for mesh in (mesh_of(3), tiles_of(3)):
+        assert_double_backward(sample(), [(1, 2, 2, 3), (1, 2, 3, 2)], {0: [2], 1: [1]}, mesh)
 
 
 @pytest.mark.spmd(3)
