@@ -188,3 +188,24 @@ def test_threads_end_with_their_tiles(capfd):
         thread.join(timeout=10)
     assert not any(thread.is_alive() for thread in threads)
     assert "release unlocked lock" not in capfd.readouterr().err
+
+
+def test_second_gradients_of_frames_that_no_tile_has() -> None:
+    """Tiles along two dims; of one frame those of the second row of the grid have none."""
+
+    class Frames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            frames = x.transpose(1, 2).flatten(0, 1)
+            return self.conv(frames).sin().unflatten(0, (1, -1)).transpose(1, 2)
+
+    torch.manual_seed(0)
+    net, x = Frames().double(), torch.randn(1, 2, 1, 3, 3, dtype=torch.float64)
+    wanted = _found(copy.deepcopy(net), x.clone(), twice=True)
+    for got, want in zip(
+        _found(net, shard(x, Tiles((2, 2)), (2, 3)), twice=True), wanted, strict=True
+    ):
+        assert_same(got, want)

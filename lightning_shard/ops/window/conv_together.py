@@ -159,6 +159,8 @@ class _Convolution(Function):
             results = _results(func, plans, numbers, (weight, bias), locals_)
             ends = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
             starts = [x for x, wants in zip(given, wanted, strict=True) if wants]
+            if not ends:  # no tile has rows
+                return None, None, None, *[None] * len(given)
             outputs, seeds = zip(*ends, strict=True)
             again = torch.autograd.grad(
                 outputs, starts, seeds, create_graph=True, allow_unused=True
