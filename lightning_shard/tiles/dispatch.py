@@ -190,10 +190,28 @@ def _backward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         bound = {"tensors": first, "grad_tensors": bound.pop("gradient", None), **bound}
     if bound.get("is_grads_batched"):
         raise SplitInTransform
+    starts = bound.get("inputs")
+    fills = bound.get("materialize_grads") and bound.get("allow_unused") is not False
+    if fills:  # torch makes no zeros for a place
+        bound.update(materialize_grads=False, allow_unused=True)
     for name in ("tensors", "outputs", "inputs"):
         if bound.get(name) is not None:
             bound[name] = _places(bound[name])
-    return func(**bound)
+    found = func(**bound)
+    if not fills:
+        return found
+    begun = found.values() if isinstance(found, dict) else found
+    filled = tuple([
+        torch.zeros_like(x, requires_grad=bound.get("create_graph", False)) if g is None else g
+        for x, g in zip(_listed(starts), begun, strict=True)
+    ])  # fmt: skip
+    return dict(zip(found, filled, strict=True)) if isinstance(found, dict) else filled
+
+
+def _listed(starts: Any) -> list[Any]:
+    if isinstance(starts, Tensor):
+        return [starts]
+    return [*(starts.values() if isinstance(starts, dict) else starts)]
 
 
 def _places(value: Any) -> Any:
@@ -206,6 +224,8 @@ def _places(value: Any) -> Any:
             return get_gradient_edge(fresh(value))
     if isinstance(value, Tensor):
         return value
+    if isinstance(value, dict):
+        return {key: _places(each) for key, each in value.items()}
     return [_places(each) for each in value]
 
 

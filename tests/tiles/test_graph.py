@@ -271,6 +271,20 @@ def test_a_row_of_all_tiles_does_not_take_the_place_of_its_field() -> None:
     assert_same(x.squeeze(2), field(1, 3, 1, 5).squeeze(2))
 
 
+def test_zeros_stand_for_gradients_of_what_a_loss_does_not_read() -> None:
+    read, unread = (cut(field(1, 3, 9, 5)).requires_grad_() for _ in range(2))
+    weight, loss = torch.ones(3, requires_grad=True), read.sin().sum()
+    found = torch.autograd.grad(loss, [read, unread, weight], materialize_grads=True)
+    assert_same(lightning_shard.gather(found[0]), field(1, 3, 9, 5).cos())
+    assert_same(lightning_shard.gather(found[1]), torch.zeros(1, 3, 9, 5).double())
+    assert_same(found[2], torch.zeros(3))
+    loss = read.sin().sum()
+    first = torch.autograd.grad(loss, unread, create_graph=True, materialize_grads=True)
+    assert [gradient.requires_grad for gradient in first] == [True]
+    with pytest.raises(ValueError, match="Expected allow_unused to be True"):
+        torch.autograd.grad(loss, unread, materialize_grads=True, allow_unused=False)
+
+
 def test_refuses_what_it_does_not_serve() -> None:
     x = cut(field(1, 3, 9, 5)).requires_grad_()
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
