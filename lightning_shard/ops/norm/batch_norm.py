@@ -109,11 +109,11 @@ def instance_norm(
 def _by_kernel(func: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
     """Normalize values of which no other rank has a part.
 
-    Of one row or column torch's kernel on a CPU takes the order from the strides. Where those of
-    the values and of the gradient say different things, its gradients are wrong. So both lie row by
-    row for it.
+    Torch's gradients on a CPU are wrong where the values and the gradient that comes lie in two
+    orders: those of instance norm always, those of batch norm for one row or column, whose strides
+    say nothing. So both lie row by row for it.
     """
-    if 1 not in x.shape[2:]:
+    if func is F.batch_norm and 1 not in x.shape[2:]:
         return func(x, *others)
     found = func(x.flatten().view(x.shape), *others)
     return found.flatten().view(x.shape).contiguous(memory_format=format_of(x))

@@ -90,6 +90,16 @@ def test_frozen_statistics_of_one_row_whose_gradient_lies_in_another_order(dims)
         assert_parity(function, [(2, 4, 3, 3), (4,), (4,)], {0: dims}, mesh)
 
 
+def test_instance_norm_in_one_tile_whose_gradient_lies_by_channels_last():
+    """Torch's own is wrong then, where a tile's gradient may lie otherwise than that of a field."""
+    field, weights = torch.randn(2, 1, 4, 3, 5).double()
+    weights = weights.contiguous(memory_format=torch.channels_last)
+    whole, tile = field.clone().requires_grad_(), field.clone().requires_grad_()
+    (F.group_norm(whole, 4) * weights).sum().backward()
+    (F.instance_norm(lightning_shard.shard(tile, tiles_of(1), 2)) * weights).sum().backward()
+    assert_same(tile.grad, whole.grad)
+
+
 @pytest.mark.spmd(3)
 def test_second_gradients_of_response_norm_on_a_rank_without_rows():
     """The sum has no curvature of its own, so the rank must have that of the norm."""
