@@ -374,6 +374,65 @@ MORE: dict[str, Callable[[Draw], Step]] = {
 }
 
 
+def _convolved(*ways: tuple[int | str, int]) -> Step:
+    """One weight, convolved once for each pair of a padding and a dilation."""
+
+    def step(x: Tensor) -> Tensor:
+        y = _image(x)
+        weight = _numbers(y.shape[1], y.shape[1], 3, 3)
+        for padding, dilation in ways:
+            y = F.conv2d(y, weight, _numbers(y.shape[1]), 1, padding, dilation).sin()
+        return y
+
+    return step
+
+
+def _frozen(x: Tensor) -> Tensor:
+    y = _image(x)
+    if 1 in y.shape[2:]:  # torch's own gradient of one row is wrong where it lies in another order
+        return y.sin()
+    return F.batch_norm(y, _numbers(y.shape[1]), _numbers(y.shape[1]).exp())
+
+
+def _added_to(draw: Draw) -> Step:
+    def step(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[draw.rows] += y.mean()
+        return y
+
+    return step
+
+
+# sequences of layers: of equal windows, with one weight, and as the gradient lies in memory
+LAYERS: dict[str, Callable[[Draw], Step]] = {
+    "one padding in two ways": lambda _: _convolved((1, 1), ("same", 1), (1, 1)),
+    "one weight in two ways": lambda _: _convolved((1, 1), ("same", 2), (0, 1)),
+    "frozen norm": lambda _: _frozen,
+    "frozen norm turned": lambda _: (
+        lambda x: _frozen(x).transpose(1, 3) @ _numbers(_image(x).shape[1], 2)
+    ),
+    "norms": lambda _: (
+        lambda x: F.group_norm(F.instance_norm(_image(x)) + _image(x).sin(), 1).sin()
+    ),
+    "response norm": lambda draw: lambda x: F.local_response_norm(_image(x), draw.count),
+    "frames": lambda _: (
+        lambda x: F.conv2d(
+            x.reshape(-1, 1, *x.shape[-2:]), _numbers(2, 1, 3, 3), _numbers(2), padding=1
+        )
+    ),
+    "added to rows": _added_to,
+    "double U": lambda draw: (
+        lambda x: torch.cat(
+            [
+                F.interpolate(F.avg_pool2d(_image(x), 2, ceil_mode=True), _image(x).shape[2:]),
+                _image(x).flip(2),
+            ],
+            1,
+        )
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Program:
     """A tensor and the steps that follow, with their names; `split` is the dim to be split."""
