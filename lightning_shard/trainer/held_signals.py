@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection
 from signal import SIGINT, SIGTERM
 from typing import Any, NoReturn
@@ -87,14 +88,16 @@ class HeldSignals:
         self.queue_again: Any = None
         self.holds, self.asked = set[int](), list[int]()
         self.asks: Callable[[str], None] | None = None
-        self._peers, self._rank, self._process = peers, trainer.global_rank, os.getpid()
-        self._is_alone = ranks == 1
+        # Lightning restores these handlers after an error, and they would keep the Trainer alive
+        self._peers = weakref.ref(peers)
+        self._rank, self._process = trainer.global_rank, os.getpid()
+        self._is_alone, self._has_ended = ranks == 1, False
         self.limit: Guard | None = None
         self._limit_s, self._asked_at = limit_s(), 0.0
         trains = trainer.state.fn == TrainerFn.FITTING
         self._stage = "" if trains or trainer.state.fn is None else trainer.state.fn.value
         numbers = {SIGTERM, SIGINT if trains else SIGTERM, self.requeue or SIGTERM}
-        self._before = {number: signal.getsignal(number) for number in numbers}
+        self._before = {number: _found(number) for number in numbers}
         self.take()
 
     def take(self) -> None:
@@ -102,9 +105,8 @@ class HeldSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
-            found = signal.getsignal(number)
-            is_free = before in (None, _default(number)) or isinstance(before, HeldSignals)
-            if found is not self and str(type(found).__module__).startswith(f"{package()}."):
+            found, is_free = _found(number), before in (None, _default(number))
+            if str(type(found).__module__).startswith(f"{package()}."):
                 self.queue_again = found if number == self.requeue else self.queue_again
                 signal.signal(number, self if is_free else before)
             elif found == before and is_free and number != self.requeue:
@@ -119,7 +121,7 @@ class HeldSignals:
 
     def ending(self) -> list[int]:
         """Return the signals by which a training ends now, the first one first."""
-        if self._peers.all_end_at_once():
+        if self._all_end_at_once():
             return [SIGTERM]
         return [number for number in self.asked if number != self.requeue]
 
@@ -128,9 +130,10 @@ class HeldSignals:
 
         SIGTERM is given back where there are no other ranks, which must hear of it between stages.
         """
-        self.holds, self.asks = set(), None
+        self.holds, self.asks, self.queue_again = set(), None, None
         has_come = self.limit is not None and self.limit.counts_down
-        for number in (SIGINT, SIGTERM) if self._is_alone and not has_come else (SIGINT,):
+        self._has_ended = self._is_alone and not has_come
+        for number in (SIGINT, SIGTERM) if self._has_ended else (SIGINT,):
             if signal.getsignal(number) is self:
                 signal.signal(number, _default(number))
         if self.limit is not None and not has_come:
@@ -138,10 +141,10 @@ class HeldSignals:
 
     def __call__(self, number: int, frame: Any) -> None:
         """Hold the signal, or end at once, as without a handler."""
-        if os.getpid() != self._process:
-            _in_fork(number, frame)
+        if os.getpid() != self._process or self._has_ended or self._peers() is None:
+            _as_by_default(number, frame)
             return
-        at_once = self._peers.all_end_at_once()
+        at_once = self._all_end_at_once()
         if number == SIGTERM and self.limit and self.limit.counts_down and not at_once:
             return
         if number != self.requeue and (at_once or number not in self.holds):
@@ -166,11 +169,19 @@ class HeldSignals:
             signal.default_int_handler(number, frame)
         if self._stage:  # a training says what it saves
             os.write(2, AT_ONCE.format(rank=self._rank, stage=self._stage).encode())
-        self._peers.end_all_at_once()
+        self._end_all_at_once()
         raise SIGTERMException(SIGTERM_CODE)
 
+    def _all_end_at_once(self) -> bool:
+        peers = self._peers()
+        return peers is not None and peers.all_end_at_once()
+
+    def _end_all_at_once(self) -> None:
+        if (peers := self._peers()) is not None:
+            peers.end_all_at_once()
+
     def _time_is_over(self) -> str:
-        self._peers.end_all_at_once()
+        self._end_all_at_once()
         return f"of SIGTERM on rank {self._rank}, {self._limit_s:g} s ago ({LIMIT})"
 
 
@@ -178,8 +189,14 @@ def _default(number: int) -> Any:
     return signal.default_int_handler if number == SIGINT else signal.SIG_DFL
 
 
-def _in_fork(number: int, frame: Any) -> None:
-    """Handle a signal in a process that was forked of one that holds it."""
+def _found(number: int) -> Any:
+    """Return the handler of a signal; one of this package, of a stage that has ended, is none."""
+    handler = signal.getsignal(number)
+    return _default(number) if isinstance(handler, HeldSignals) else handler
+
+
+def _as_by_default(number: int, frame: Any) -> None:
+    """Handle a signal in a fork of the process that holds it, or after the stage."""
     if number == SIGTERM:
         signal.signal(SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), SIGTERM)

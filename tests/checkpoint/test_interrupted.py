@@ -1,9 +1,11 @@
 """Ctrl-C or SIGTERM ends a training between two batches; a resumed run goes on exactly there."""
 
+import gc
 import math
 import os
 import signal
 import time
+import weakref
 from signal import SIGINT, SIGTERM
 
 import pytest
@@ -228,6 +230,41 @@ def test_one_process_gives_signals_back(tmp_path):
     train_alone(HybridShardStrategy(), tmp_path, InterruptAt(), max_steps=1)
     assert signal.getsignal(SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(SIGINT) is signal.default_int_handler
+
+
+class FailAt(Callback):
+    """Fails after the n-th step, as a search does that ends a trial early."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            raise ValueError("this trial ends")
+
+
+@QUIET
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("make_strategy", [HybridShardStrategy, lambda: TiledStrategy(2)])
+def test_a_training_that_failed_is_not_kept(make_strategy, tmp_path):
+    """Lightning restores after an error what handled the signals while the stage began."""
+    options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    kept = []
+    try:
+        for _ in range(3):
+            module = make("simple_cnn", torch.float64)
+            trainer = Trainer(
+                accelerator="cpu", devices=1, strategy=make_strategy(), callbacks=[FailAt()],
+                max_epochs=1, default_root_dir=tmp_path, **options,
+            )  # fmt: skip
+            with pytest.raises(ValueError, match="this trial ends"):
+                trainer.fit(module, loader("simple_cnn", torch.float64, 2, 4))
+            kept += [weakref.ref(module), weakref.ref(trainer)]
+            del module, trainer
+    finally:
+        leave_group()
+    while gc.collect():
+        pass
+    assert not [x for x in kept if x() is not None]
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), SIGINT)
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-3"])
