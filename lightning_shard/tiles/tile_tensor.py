@@ -70,6 +70,18 @@ class Tiles(LocalMesh):
         """End the threads of the tiles."""
         self.crew.close()
 
+    def __copy__(self) -> "Tiles":
+        """Return the same tiles: a copied module computes with fields that these have cut."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Tiles":
+        """Return the same tiles, too."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle the numbers of tiles alone: threads and a mover belong to the process."""
+        return Tiles, (self.sizes,)
+
     def cut(self, tensor: Tensor, dims: int | Sequence[int]) -> "TileTensor":
         """Cut a whole tensor into tiles."""
         return TileTensor.cut(self, tensor, dims)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -325,6 +326,25 @@ def test_a_rule_that_exchanges_in_some_tiles_only_is_refused(
             total(cut(field(2, 3, 10, 7), tiles))
         assert penalty(network(), cut(field(2, 3, 10, 7), tiles)).isfinite()  # they can go on
     assert total(cut(field(2, 3, 10, 7), 1)).shape == (2, 3, 10, 7)
+
+
+class _InTiles(nn.Module):
+    """Cuts its own fields, as a network does in a loop of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiles, self.norm = lightning_shard.Tiles(3), nn.InstanceNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(lightning_shard.shard(x, self.tiles, 2))
+
+
+def test_a_module_that_holds_tiles_is_copied_and_saved() -> None:
+    module, x = _InTiles(), field(1, 3, 9, 5)
+    wanted = F.instance_norm(x)
+    for copied in (copy.copy(module), copy.deepcopy(module)):
+        assert_same(copied(x) + module(x), 2 * wanted)  # as averaged weights do
+    assert_same(pickle.loads(pickle.dumps(module))(x), wanted)
 
 
 def test_is_a_tensor_of_one_process() -> None:
