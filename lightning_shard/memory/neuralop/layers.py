@@ -55,7 +55,8 @@ class _LocalGrid:
             return super().forward(data, batched)  # pyright: ignore[reportAttributeAccessIssue]
         grids: list[Tensor] = []
         for d, (extent, (low, high)) in enumerate(zip(spatial, self.grid_boundaries, strict=True)):
-            points = _points(low, high, extent, data.dtype, data.device)
+            dtypes = torch.get_default_dtype(), data.dtype
+            points = _points(low, high, extent, dtypes, data.device)
             shape = [1, 1, *(extent if d == e else 1 for e in range(len(spatial)))]
             grids.append(points.view(shape).expand(data.shape[0], 1, *spatial))
         return torch.cat((data, *grids), dim=1)
@@ -63,10 +64,19 @@ class _LocalGrid:
 
 @made_once
 def _points(
-    low: float, high: float, extent: int, dtype: torch.dtype, device: torch.device
+    low: float,
+    high: float,
+    extent: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
 ) -> Tensor:
-    """Return the coordinates of a dim, made once: a CUDA graph can copy nothing from the CPU."""
-    return torch.linspace(low, high, extent + 1, device="cpu")[:-1].to(device, dtype)
+    """Return the coordinates of a dim, made once: a CUDA graph can copy nothing from the CPU.
+
+    They are made in the first dtype, and rounded to the second one.
+    """
+    made, wanted = dtypes
+    points = torch.linspace(low, high, extent + 1, dtype=made, device="cpu")[:-1]
+    return points.to(device, wanted)
 
 
 class _LazyCanvas:

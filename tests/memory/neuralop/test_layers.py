@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from neuralop.layers.embeddings import GridEmbeddingND
 from neuralop.models import FNO
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,6 +66,22 @@ def test_one_process_has_the_numbers_of_the_layer(few, monkeypatch):
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
     tangent = torch.func.jvp(fast, (x,), (x,))[1]
     torch.testing.assert_close(tangent, torch.func.jvp(net, (x,), (x,))[1])
+
+
+@pytest.mark.spmd(2)
+def test_coordinates_follow_the_default_dtype():
+    """The layer makes them in the default dtype, which a process may change between trainings."""
+    x = torch.randn(1, 1, 7, 5, dtype=torch.float64)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            net = nn.Sequential(GridEmbeddingND(1, dim=2))
+            wanted = net(x)
+            avoid_whole_fields(net)
+            assert_same(net(lightning_shard.shard(x, mesh_of(2), 2)), wanted)
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.spmd(4)
