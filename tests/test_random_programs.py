@@ -29,14 +29,31 @@ SMOOTH = {
 }
 
 
-def run(made: Program, start: Tensor) -> tuple[Tensor, Tensor]:
-    """The result and the gradient of the start."""
+def run(
+    made: Program, start: Tensor, between: Callable[[Tensor], Tensor] = lambda x: x
+) -> tuple[Tensor, Tensor]:
+    """The result and the gradient of the start; `between` is done to what each step gives."""
     value = start
     for step in made.steps:
-        value = step(value)
+        value = between(step(value))
     weights = torch.arange(value.numel(), dtype=torch.float64).cos().view(value.shape)
     (gradient,) = torch.autograd.grad((value * weights).sum(), start, materialize_grads=True)
     return value, gradient
+
+
+def rounding_decides(made: Program, expected: tuple[Tensor, Tensor]) -> bool:
+    """Whether one process gives something else where each value moves by a rounding: a tie, 0/0."""
+    draw = torch.Generator().manual_seed(0)
+
+    def moved(x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=draw, dtype=torch.float64)
+        return x + 1e-15 * noise * (1 + x.detach().abs())
+
+    found = run(made, made.start.clone().requires_grad_(), moved)
+    return not all(
+        torch.allclose(x, y, rtol=1e-8, atol=1e-10, equal_nan=True)
+        for x, y in zip(found, expected, strict=True)
+    )
 
 
 def run_twice(made: Program, start: Tensor) -> list[Tensor]:
@@ -88,12 +105,18 @@ def check(seeds: Sequence[int], sizes: tuple[int, ...], functions: Functions = S
         if refused_alike(made, split.detach()):
             counts["refused"] += 1
             continue
-        for value, correct in zip(run(made, split), expected, strict=True):
-            torch.testing.assert_close(
-                whole(value), correct.detach(), rtol=1e-8, atol=1e-10, equal_nan=True, msg=about
-            )
-        counts["exact"] += 1
+        try:
+            for value, correct in zip(run(made, split), expected, strict=True):
+                torch.testing.assert_close(
+                    whole(value), correct.detach(), rtol=1e-8, atol=1e-10, equal_nan=True, msg=about
+                )
+            counts["exact"] += 1
+        except AssertionError:
+            if not rounding_decides(made, expected):
+                raise
+            counts["decided by rounding"] += 1
     assert counts["refused"] < 0.15 * counts["exact"], counts
+    assert counts["decided by rounding"] <= 1 + 0.01 * counts["exact"], counts
     assert counts["exact"] > 0.5 * len(seeds), counts
 
 
