@@ -21,6 +21,7 @@ from lightning_shard.processes.narrow import is_list
 P = ParamSpec("P")
 R = TypeVar("R")
 
+ENTRY = 1024  # bytes that a value and its arguments take beside the numbers
 DEFAULT_LIMIT = 256 * 2**20  # bytes; 2048 points by 64 modes in complex64 are one of these MiB
 
 
@@ -28,7 +29,8 @@ class TensorCache:
     """Keeps the results of functions by their arguments, up to `limit` bytes.
 
     Attributes:
-        limit: Bytes that the kept tensors may hold together, over all devices.
+        limit: Bytes that the kept values may hold together, over all devices; each counts as its
+            tensors and `ENTRY`, so that many small ones are dropped, too.
         held: Bytes that they hold now.
     """
 
@@ -70,7 +72,7 @@ class TensorCache:
 
     def _keep(self, key: Hashable, value: Any) -> None:
         tensors = list(_tensors_in(value))
-        size = sum(t.untyped_storage().nbytes() for t in tensors)
+        size = ENTRY + sum(t.untyped_storage().nbytes() for t in tensors)
         if size > self.limit or any(type(t) is not Tensor for t in tensors):  # no fake tensors
             return
         with self._lock:

@@ -3,10 +3,10 @@ import torch
 import torch.nn.functional as F
 
 import lightning_shard
-from lightning_shard.domain.cache import CONSTANTS, TensorCache
+from lightning_shard.domain.cache import CONSTANTS, ENTRY, TensorCache
 from tests.parity import assert_same, mesh_of
 
-ROW = 1024  # bytes of one tensor of 128 float64
+ROW = 1024 + ENTRY  # bytes of one tensor of 128 float64, and of what keeps it
 
 
 def rows(cache):
@@ -40,6 +40,17 @@ def test_a_value_larger_than_the_limit_is_not_kept():
     assert (made, len(cache), cache.held) == ([0, 0], 0, 0)
 
 
+def test_small_values_do_not_grow_without_end():
+    cache = TensorCache(limit=10 * ENTRY)
+
+    @cache.made_once
+    def number(of):
+        return torch.tensor(of)
+
+    assert [int(number(n)) for n in range(50)] == [*range(50)]
+    assert 5 < len(cache) < 10
+
+
 def test_clear_drops_everything():
     cache = TensorCache()
     row, made = rows(cache)
@@ -58,7 +69,7 @@ def test_tensors_in_tuples_are_counted():
         return torch.zeros(size), (torch.zeros(size), "name")
 
     pair(256)
-    assert cache.held == 2 * ROW
+    assert cache.held == 2 * 1024 + ENTRY
 
 
 def test_a_failure_is_not_kept():
