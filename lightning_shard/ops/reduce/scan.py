@@ -1,5 +1,6 @@
 """Cumulative functions scan locally, then take in the carry of the ranks before this one."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,20 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one, uncast
 from lightning_shard.ops.registry import implements
 
+
+def _log_total(x: Tensor, dim: int) -> Tensor:
+    """Return `logsumexp` as one row; the gradient of -inf alone is 0, and in torch NaN."""
+    is_nothing = (x == -math.inf).all(dim, keepdim=True)
+    return (
+        x.masked_fill(is_nothing, 0).logsumexp(dim, keepdim=True).masked_fill(is_nothing, -math.inf)
+    )
+
+
 # total of rows (kept as one row), carry joined with later rows
 _Scan = tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor]]
 _SUM: _Scan = (lambda x, dim: x.sum(dim, keepdim=True), torch.add)
 _PRODUCT: _Scan = (lambda x, dim: x.prod(dim, keepdim=True), torch.mul)
-_LOG_SUM: _Scan = (lambda x, dim: x.logsumexp(dim, keepdim=True), torch.logaddexp)
+_LOG_SUM: _Scan = (_log_total, torch.logaddexp)
 _SCANS: dict[Callable[..., Any], _Scan] = {
     torch.cumsum: _SUM, Tensor.cumsum: _SUM,
     torch.cumprod: _PRODUCT, Tensor.cumprod: _PRODUCT,
@@ -44,17 +54,30 @@ def _scan(
         return x.like(func(x.local, d, **({"dtype": dtype} if dtype else {})))
     x = one_factor(x if dtype is None else x.like(x.local.to(dtype)), d)
     rows = wide(x.local)
-    local = func(rows, d, **({"dtype": rows.dtype} if dtype else {}))
-    totals = one_of_each(x, d, total(rows, d).to(local.dtype))
     # for the first rows it is empty, and its total joins nothing; yet its graph is the others'
+    totals = one_of_each(x, d, total(rows, d))
     before = totals.narrow(d, 0, x.layout.grid.index(x.layout.axes(d)))
-    if not before.shape[d] and total is _LOG_SUM[0]:
-        # as on other ranks, the gradient of what travels depends on the rows
-        rows = torch.where(local.isfinite(), local, 0)
-        found = local + before.sum(d, keepdim=True) * rows
+    named = {"dtype": rows.dtype} if dtype else {}
+    if total is _log_total:
+        found = _logs_after(before, rows, lambda all_rows: func(all_rows, d, **named), d)
     else:
-        found = join(local, total(before, d).to(local.dtype))
+        found = join(func(rows, d, **named), total(before, d))
     return x.like(found.to(x.dtype) if x.dtype in HALF else found)
+
+
+def _logs_after(
+    before: Tensor, rows: Tensor, scan_rows: Callable[[Tensor], Tensor], d: int
+) -> Tensor:
+    """Scan rows after a carry, which is one row more.
+
+    Torch takes the logarithm of the gradient that comes, and that of 0 has no derivative. So the
+    gradient that comes is the caller's own, which no sum with the carry has changed.
+    """
+    if before.shape[d]:
+        whole = torch.cat([_log_total(before, d), rows], d)
+        return scan_rows(whole).narrow(d, 1, rows.shape[d]).clone()
+    # as on other ranks, the gradient of what travels depends on the rows
+    return scan_rows(rows) + before.sum(d, keepdim=True) * rows.where(rows.isfinite(), 0)
 
 
 def one_of_each(x: Subdomain, dim: int, row: Tensor) -> Tensor:

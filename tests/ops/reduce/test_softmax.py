@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import lightning_shard
-from tests.parity import mesh_of
+from tests.parity import mesh_of, tiles_of
 
 SHAPE = (2, 3, 7, 3)
 
@@ -49,3 +49,31 @@ def test_refusals():
     split = lightning_shard.shard(x, mesh_of(3), 2)
     with pytest.raises(lightning_shard.UnsupportedOperationError, match="name it"):
         F.softmax(split)
+
+
+def check_cumulative_logarithms(where):
+    """Where the loss leaves rows out, and where rows of a rank are probabilities of 0."""
+    x = torch.randn(6, 2, dtype=torch.float64)
+    mask = torch.tensor([1.0, 0, 1, 1, 0, 0], dtype=torch.float64)[:, None]
+    for start, twice in ((x, True), (x.masked_fill(mask == 0, -torch.inf), False)):
+        found = []
+        for y in (start.clone(), lightning_shard.shard(start.clone(), where, 0)):
+            y.requires_grad_()
+            loss = (y.logcumsumexp(0) * mask).sum()
+            (gradient,) = torch.autograd.grad(loss, y, create_graph=twice)
+            if twice:
+                (gradient,) = torch.autograd.grad(gradient.square().sum(), y)
+            found.append(gradient if y is start else lightning_shard.gather(gradient))
+        assert found[0].isfinite().all()
+        torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.spmd(3)
+def test_cumulative_logarithms_of_what_a_mask_leaves_out():
+    torch.manual_seed(0)
+    check_cumulative_logarithms(mesh_of(3))
+
+
+def test_cumulative_logarithms_in_tiles():
+    torch.manual_seed(0)
+    check_cumulative_logarithms(tiles_of(3))
