@@ -33,7 +33,7 @@ def tiles_of(*sizes: int) -> Tiles:
     return _TILES[sizes]
 
 
-def _ranks(mesh: DeviceMesh | Tiles) -> int:
+def ranks_of(mesh: DeviceMesh | Tiles) -> int:
     """Count the ranks, each of which starts the backward pass of its replica."""
     return 1 if isinstance(mesh, Tiles) else dist.get_world_size()
 
@@ -82,7 +82,7 @@ def assert_parity(
         torch.testing.assert_close(
             lightning_shard.gather(result).detach(), value.detach(), **_close(value, tolerance)
         )
-    ranks = _ranks(mesh)
+    ranks = ranks_of(mesh)
     wholes = [lightning_shard.gather(r) for r in results]
     partial = _gradients(wholes, given, seeds)
     for i, (gradient, value) in enumerate(zip(partial, wanted, strict=True)):
@@ -205,8 +205,8 @@ def assert_double_backward(
     found = torch.autograd.grad(penalty, given, allow_unused=True)
     for i, (gradient, value) in enumerate(zip(found, expected, strict=True)):
         total = torch.zeros_like(given[i]) if gradient is None else gradient.contiguous()
-        total = total / _ranks(mesh)
-        if _ranks(mesh) > 1:
+        total = total / ranks_of(mesh)
+        if ranks_of(mesh) > 1:
             dist.all_reduce(total)
         wanted_i = torch.zeros_like(inputs[i]) if value is None else value
         torch.testing.assert_close(

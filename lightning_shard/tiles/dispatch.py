@@ -190,7 +190,7 @@ def _backward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         bound = {"tensors": first, "grad_tensors": bound.pop("gradient", None), **bound}
     if bound.get("is_grads_batched"):
         raise SplitInTransform
-    starts = bound.get("inputs")
+    starts: Any = bound.get("inputs")  # `grad` makes a tuple of what it is given
     fills = bound.get("materialize_grads") and bound.get("allow_unused") is not False
     if fills:  # torch makes no zeros for a place
         bound.update(materialize_grads=False, allow_unused=True)
@@ -200,18 +200,10 @@ def _backward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     found = func(**bound)
     if not fills:
         return found
-    begun = found.values() if isinstance(found, dict) else found
-    filled = tuple([
+    return tuple([
         torch.zeros_like(x, requires_grad=bound.get("create_graph", False)) if g is None else g
-        for x, g in zip(_listed(starts), begun, strict=True)
+        for x, g in zip(starts, found, strict=True)
     ])  # fmt: skip
-    return dict(zip(found, filled, strict=True)) if isinstance(found, dict) else filled
-
-
-def _listed(starts: Any) -> list[Any]:
-    if isinstance(starts, Tensor):
-        return [starts]
-    return [*(starts.values() if isinstance(starts, dict) else starts)]
 
 
 def _places(value: Any) -> Any:

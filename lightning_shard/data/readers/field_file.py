@@ -70,11 +70,9 @@ class FieldFile:
                     f"{self.path} needs datasets {' and '.join(names)}{where}, but has no "
                     f"{missing[0]}; got {sorted(arrays)}. Rename them, or read another file."
                 )
+            stored: dict[str, tuple[int, ...]]
             with damaged(f"{self.path} is damaged", "; restore it."):
-                found = {name: getattr(arrays[name], "shape", None) for name in names}
-            stored: dict[str, tuple[int, ...]] = {
-                name: shape or () for name, shape in found.items()
-            }
+                stored = {name: getattr(arrays[name], "shape", None) or () for name in names}
             if single := [name for name in names if not stored[name]]:
                 raise ValueError(
                     f"{single[0]} of {self.path} must be (samples, channels, *extents); it is a "

@@ -8,14 +8,13 @@ import math
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from lightning_shard.data.readers.opened import OpenFile, damaged, optional
 
 _SPATIAL = "ZYX"
-_ORDER: dict[str, Literal["little", "big"]] = {"<": "little", ">": "big"}
 
 
 class ImageFile:
@@ -100,7 +99,8 @@ def _refuse_lost_pages(file: Any) -> None:
     link = file.pages.next_page_offset
     if link is not None:
         file.filehandle.seek(link)
-        place = int.from_bytes(file.filehandle.read(file.tiff.offsetsize), _ORDER[file.byteorder])
+        stored = file.filehandle.read(file.tiff.offsetsize)
+        place = int.from_bytes(stored, "little" if file.byteorder == "<" else "big")
         if place >= file.filehandle.size:
             raise ValueError(f"pages from {len(file.pages)} on are missing")
 
