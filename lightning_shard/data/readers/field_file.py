@@ -43,7 +43,7 @@ class FieldFile:
     SUFFIXES = HDF5 + ZARR  # the ends of the names of such files
 
     def __init__(self, path: str | Path, group: str = "") -> None:
-        self.path, self.group = Path(path), group
+        self.path, self.group = Path(path).absolute(), group  # a later os.chdir changes nothing
         self._open = OpenFile(functools.partial(_open_fields, self.path, group))
 
     @property

@@ -39,7 +39,7 @@ class ImageFile:
     """
 
     def __init__(self, path: str | Path, level: int = 0) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a later os.chdir changes nothing
         self._open = OpenFile(functools.partial(_open, self.path, level))
         opened = self._open()
         extents = dict(zip(opened.axes, map(int, opened.array.shape), strict=True))

@@ -158,7 +158,7 @@ class SeriesFile:
             FileNotFoundError: There is no such file.
             ValueError: It cannot be read, lacks a variable, or its variables do not fit together.
         """
-        path, seeds = Path(path), ()
+        path, seeds = Path(path).absolute(), ()
         opened = open_series(path, select)
         try:
             coordinates = getattr(opened, "coords", {})

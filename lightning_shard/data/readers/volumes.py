@@ -40,12 +40,12 @@ class VolumeFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         nibabel = optional("nibabel", f"the file {path}", "nifti")
         if not self.path.exists():
             raise FileNotFoundError(f"the volume {path} does not exist; check its name.")
         with damaged(f"{path} is not a whole NIfTI file"):
-            self._image = nibabel.load(path)
+            self._image = nibabel.load(self.path)
         stored = tuple(int(n) for n in self._image.shape)
         if len(stored) not in (3, 4):
             raise ValueError(f"{path} must have 3 dims, or 4 with channels; got {stored}.")
@@ -265,8 +265,8 @@ def _files(where: str | Path | Sequence[str | Path]) -> list[Path]:
         FileNotFoundError: There are none.
     """
     if not isinstance(where, (str, Path)):
-        return [Path(path) for path in where]
-    folder = Path(where)
+        return [Path(path).absolute() for path in where]  # a later os.chdir changes nothing
+    folder = Path(where).absolute()
     if not folder.is_dir():
         return [folder]
     names = {path.name for path in folder.iterdir() if _end(path) and path.name[0] != "."}

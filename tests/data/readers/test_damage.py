@@ -1,5 +1,6 @@
 """Whatever is wrong with a file, the error of its reader names the file."""
 
+import pickle
 import shutil
 import warnings
 
@@ -45,9 +46,13 @@ WRITE = {
 }
 
 
-def read(path, dataset):
+def opened(path, dataset):
     options = {"entries": ["x"]} if dataset is FieldDataset else {}
-    found = dataset({"x": [path]} if dataset is VolumeDataset else path, **options)
+    return dataset({"x": [path]} if dataset is VolumeDataset else path, **options)
+
+
+def read(path, dataset):
+    found = opened(path, dataset)
     return [found[i] for i in range(len(found))]
 
 
@@ -91,3 +96,15 @@ def test_what_is_no_array_is_named(tmp_path):
     for name in ("group", "none"):
         with pytest.raises(ValueError, match=rf"{name} of .*a.h5 must be .* a single value or a g"):
             FieldDataset(tmp_path / "a.h5", [name])
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_a_relative_path_is_that_of_the_program_when_it_named_it(name, tmp_path, monkeypatch):
+    write, dataset = WRITE[name]
+    write(tmp_path / name)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = opened(name, dataset)
+    monkeypatch.chdir("elsewhere")
+    for each in (found, pickle.loads(pickle.dumps(found))):  # as in this process and in a worker
+        assert each[0] is not None
