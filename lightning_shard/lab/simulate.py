@@ -95,15 +95,24 @@ def _own_objects() -> Generator[None]:
         if places is not None:
             places[:] = [own] * len(places)
 
-    names = ("broadcast_object_list", "all_gather_object", "gather_object")
-    own: tuple[Callable[..., Any], ...] = (lambda *_, **__: None, gather, gather_to)
-    before = [getattr(dist, name) for name in names]
-    for name, function in zip(names, own, strict=True):
+    with _in_place_of_torch(
+        broadcast_object_list=lambda *_, **__: None,
+        all_gather_object=gather,
+        gather_object=gather_to,
+    ):
+        yield
+
+
+@contextmanager
+def _in_place_of_torch(**functions: Callable[..., Any]) -> Generator[None]:
+    """Replace functions of torch.distributed, while open."""
+    before = {name: getattr(dist, name) for name in functions}
+    for name, function in functions.items():
         setattr(dist, name, function)
     try:
         yield
     finally:
-        for name, function in zip(names, before, strict=True):
+        for name, function in before.items():
             setattr(dist, name, function)
 
 
@@ -155,12 +164,22 @@ def _backend(group: Callable[..., SimulatedGroup]) -> Generator[None]:
         ranks = options.global_ranks_in_group or range(options.group_size)
         return group(options.group_id, ranks, options.group_rank)
 
+    new_group = dist.new_group
+
+    def simulated_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return new_group(ranks, timeout, None if backend == "gloo" else backend, *args, **kwargs)
+
     plugins = backend_plugins()
     before = dict(plugins)
-    for name in (_BACKEND, "gloo"):
-        dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(_BACKEND, make, extended_api=True, devices=["cpu"])
     try:
-        with groups_of_threads():
+        with groups_of_threads(), _in_place_of_torch(new_group=simulated_group):
             yield
     finally:
         plugins.clear()
