@@ -143,7 +143,7 @@ def _open_fields(path: Path, group: str = "") -> Any:
         raise FileNotFoundError(f"the file of fields {path} does not exist; check its name.")
     try:
         root = open_hdf5(path) if path.suffix in HDF5 else _open_zarr(path)
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, RuntimeError) as error:  # HDF5 has errors of all these kinds
         raise ValueError(
             f"{path} is not a whole {'HDF5 file' if path.suffix in HDF5 else 'Zarr group'} "
             f"({error}); restore it, or remove it if it was generated."
