@@ -54,7 +54,7 @@ def limits() -> Iterator[tuple[str, int]]:
             if bytes_ != resource.RLIM_INFINITY:
                 yield "within the limit of this process", bytes_ - own[used]
         yield "in this machine", _table("/proc/meminfo")["MemAvailable"]
-        lines = _OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
+        lines = os.fsdecode(_OWN_CGROUPS.read_bytes()).splitlines()
         groups = {line.split(":")[1]: line.split(":", 2)[2].lstrip("/") for line in lines}
         for name, place, limit, held in _OF_CGROUPS:
             folder = Path(_CGROUPS, place, groups.get(name, ""))
@@ -66,6 +66,9 @@ def limits() -> Iterator[tuple[str, int]]:
 
 
 def _table(path: str) -> dict[str, int]:
-    """Return the bytes in a table of Linux, whose rows are like `VmData:  12 kB`."""
-    rows = (line.split() for line in Path(path).read_text(encoding="utf-8").splitlines())
+    """Return the bytes in a table of Linux, whose rows are like `VmData:  12 kB`.
+
+    One row is the name of the process, which Linux cuts after 15 bytes, also within a letter.
+    """
+    rows = (line.split() for line in os.fsdecode(Path(path).read_bytes()).splitlines())
     return {row[0][:-1]: int(row[1]) * 1024 for row in rows if row[-1] == "kB"}

@@ -42,16 +42,17 @@ def what_no_fork_has() -> str | None:
     if device := initialised_accelerator():
         return f"{device} has been initialised"
     names = (_name_of(task) for task in Path("/proc/self/task").glob("*"))
-    if any(name.startswith("pt_autograd") for name in names):
+    if any(name.startswith(b"pt_autograd") for name in names):
         return "torch has started threads for backward passes"
     return None
 
 
-def _name_of(task: Path) -> str:
+def _name_of(task: Path) -> bytes:
+    """Return the name of a thread, which Linux cuts after 15 bytes, also within a letter."""
     try:
-        return (task / "comm").read_text()
+        return (task / "comm").read_bytes()
     except OSError:  # the thread has ended
-        return ""
+        return b""
 
 
 def belongs_to_a_group() -> bool:

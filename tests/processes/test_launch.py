@@ -18,8 +18,10 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_shard import launch
+from lightning_shard.memory.free import free_here
 from lightning_shard.processes import forking, mesh
 from lightning_shard.processes import launch as launching
+from lightning_shard.processes.failures.linux_processes import own_place
 
 
 @pytest.fixture(autouse=True)
@@ -272,6 +274,20 @@ def test_new_interpreters_where_a_fork_would_not_work(tmp_path, begin, begun):
     assert done.stdout == "[2, 2]\n", done.stderr
     assert f"{begun} in this process" in done.stderr
     assert "restart the kernel" in done.stderr
+
+
+def test_a_program_whose_name_linux_cuts_within_a_letter():
+    """It keeps 15 bytes of the name of the file that is executed."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(("a" * 14 + "ü.py").encode())
+    try:
+        assert name.read_bytes() == b"a" * 14 + b"\xc3\n"
+        assert launch(os.getppid) == [os.getpid()] * 2
+        assert own_place().split()[1] == str(os.getpid())
+        assert free_here()[0] > 0
+    finally:
+        name.write_bytes(before)
 
 
 def test_threads_of_backward_passes_are_seen(monkeypatch):

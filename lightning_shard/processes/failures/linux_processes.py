@@ -28,8 +28,11 @@ def _started(pid: int) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, first the state; [] if it is gone."""
+    """Return the fields of /proc/PID/stat after the name, first the state; [] if it is gone.
+
+    The name is bytes: Linux cuts it after 15 of them, also within a letter.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except (FileNotFoundError, ProcessLookupError):
         return []
