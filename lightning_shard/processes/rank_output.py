@@ -42,7 +42,9 @@ class Stream:
     def _write(self, data: bytes) -> None:
         lines = data.decode(errors="replace").splitlines(keepends=True)
         target = getattr(sys, self._name)
-        target.write("".join(self._prefix + line for line in lines))
+        text = "".join(self._prefix + line for line in lines)
+        letters = target.encoding or "utf-8"  # a terminal of ASCII has no others
+        target.write(text.encode(letters, "backslashreplace").decode(letters))
         target.flush()
 
 
@@ -69,4 +71,7 @@ def write_to(writers: Writers) -> None:
     """Let this process, a rank, print to its streams."""
     for descriptor, (name, writer) in enumerate(zip(NAMES, writers, strict=True), start=1):
         os.dup2(writer.fileno(), descriptor)
-        setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, closefd=False))
+        sent = os.fdopen(
+            descriptor, "w", buffering=1, closefd=False, encoding="utf-8", errors="surrogateescape"
+        )
+        setattr(sys, name, sent)

@@ -1,6 +1,7 @@
 """Functions launched on several processes from this one."""
 
 import gc
+import io
 import multiprocessing
 import os
 import signal
@@ -218,6 +219,21 @@ def test_output_is_shown_by_lines_with_their_rank(capsys):
     expected = ["hello", "of a child", "[rank 1] hello", "[rank 1] of a child"]
     assert sorted(out.splitlines()) == sorted(expected)
     assert sorted(err.splitlines()) == ["[rank 1] half", "half"]
+
+
+def test_output_that_the_terminal_has_no_letters_for_is_shown_by_their_numbers(monkeypatch):
+    def body():
+        for shown in (sys.stdout, sys.stderr):
+            print("grün", file=shown)
+        os.write(1, "größer\n".encode())
+        os.write(1, b"\xff\n")
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii"))
+    launch(body, processes=1)
+    out, err = (shown.buffer.getvalue().decode() for shown in (sys.stdout, sys.stderr))
+    assert out.splitlines() == [r"gr\xfcn", r"gr\xf6\xdfer", r"\ufffd"]
+    assert err == "gr\\xfcn\n"
 
 
 def test_what_cannot_be_launched(monkeypatch):
