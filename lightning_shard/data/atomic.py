@@ -98,7 +98,7 @@ def disk_errors(path: Path) -> Generator[None]:
     try:
         yield
     except Exception as err:
-        cause = _first_os_error(err)
+        cause = _last_os_error(err)
         if cause is None or cause.errno is None:
             raise
         name = errno.errorcode.get(cause.errno, str(cause.errno))
@@ -111,15 +111,18 @@ def of_the_disk(err: BaseException) -> bool:
     return isinstance(err, OSError) and err.errno in _OF_THE_DISK
 
 
-def _first_os_error(err: BaseException | None) -> OSError | None:
-    """Return the first OSError in the chain that led to `err`."""
-    found: OSError | None = None
+def _last_os_error(err: BaseException | None) -> OSError | None:
+    """Return `err` or the OSError that led to it; what led to that may have been served.
+
+    So `mkdir(parents=True)` finds no parent, and then makes one, where it may.
+    """
     seen: list[Any] = []
     while err is not None and err not in seen:
+        if isinstance(err, OSError):
+            return err
         seen.append(err)
-        found = err if isinstance(err, OSError) else found
         err = err.__cause__ or err.__context__
-    return found
+    return None
 
 
 def put_in_place(partial: Path, path: Path) -> None:

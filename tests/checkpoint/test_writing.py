@@ -204,6 +204,14 @@ def test_export_to_and_from_where_it_cannot(tmp_path, capsys):
         assert "Traceback" not in str(written)
 
 
+def test_a_folder_that_cannot_be_made():
+    """Its own parent is missing, too, which is no reason."""
+    path = Path("/sys/missing/folder/some.pt")  # the superuser, too, makes no folder in /sys
+    words = rf"'{path}' cannot be written: .* \((EPERM|EACCES|EROFS)\)"
+    with pytest.raises(OSError, match=words), atomic.written_file(path):
+        pass
+
+
 def test_a_full_disk(tmp_path):
     """As far as a machine has one to write to: a device that takes nothing."""
     if not Path("/dev/full").exists():
