@@ -4,11 +4,8 @@ Private names that are imported stand in lightning_shard/lightning.py. No other 
 a new release of Lightning is read on these two pages.
 """
 
-import os
-import signal
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from operator import attrgetter
 from threading import Thread
@@ -37,9 +34,12 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.processes.cpu_settings import share_cores
 from lightning_shard.processes.failures.orphans import begin_to_start
+from lightning_shard.processes.script_processes import (
+    flags_of_python,
+    kill_all_if_one_fails,
+    refuse_a_program_without_a_file,
+)
 from lightning_shard.processes.torch_private.internals import tree_leaves
-
-END_S = 15.0  # for the process that started the others to end by itself, once one has failed
 
 # private attributes of Lightning's objects, each with what works by it; only this page reads them
 ATTRIBUTES = {
@@ -68,36 +68,30 @@ _PLAIN_META = (
 )  # fmt: skip
 
 
-def _kill_all_if_one_fails(processes: list[Any]) -> None:
-    """Kill this process and those that it has started, some time after one of them has failed.
-
-    Lightning does it after 0 to 5 s. Here this process can say which rank failed, and save.
-    """
-    codes: list[int | None] = [None]
-    while None in codes and not any(codes):
-        time.sleep(1.0)
-        codes = [process.poll() for process in processes]
-    if any(codes):
-        time.sleep(END_S)
-        for number in (*(process.pid for process in processes), os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-
-
 def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """Start the other processes of a script, unless they run, and call a function in this one."""
+    """Start the other processes of a script, unless they run, and call a function in this one.
+
+    Raises:
+        RuntimeError: The script has no file that could be run again.
+    """
     if launcher.cluster_environment.creates_processes_externally:  # or in an earlier stage
         return launch(function)
+    refuse_a_program_without_a_file()
     begin_to_start()
     share_cores(launcher.num_processes)  # Lightning does so once the others have started
 
+    starts = ExitStack()
+
     def begun() -> Any:
+        starts.close()
         watched, launcher.procs = launcher.procs, [*launcher.procs]
         watched.clear()  # Lightning's own observer has nothing left to kill
-        Thread(target=_kill_all_if_one_fails, args=(launcher.procs,), daemon=True).start()
+        Thread(target=kill_all_if_one_fails, args=(launcher.procs,), daemon=True).start()
         return function()
 
-    return launch(begun)
+    with starts:
+        starts.enter_context(flags_of_python())
+        return launch(begun)
 
 
 class FabricScriptLauncher(FabricSubprocessLauncher):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from unittest import mock
 
 import pytest
@@ -129,6 +130,7 @@ def test_a_group_without_the_cpu_cannot_offload():
 def test_a_second_stage_starts_no_processes_again(launcher_class, monkeypatch):
     """As `trainer.test` after `trainer.fit`: the others run since the first stage."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "argv", [__file__])
     launcher = launcher_class(LightningEnvironment(), 2, 1)
     with mock.patch("subprocess.Popen") as started:
         started.return_value.poll.return_value = started.return_value.returncode = 0
@@ -140,6 +142,7 @@ def test_a_second_stage_starts_no_processes_again(launcher_class, monkeypatch):
 @pytest.mark.parametrize("chosen", [None, "5"], ids=["cores", "by-the-user"])
 def test_processes_that_a_trainer_starts_share_the_cores(chosen, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "argv", [__file__])
     os.environ.pop("OMP_NUM_THREADS", None)
     if chosen is not None:
         os.environ["OMP_NUM_THREADS"] = chosen
