@@ -1,5 +1,6 @@
 """The progress of a run, which decides how an error is shown, and the lines printed at its end."""
 
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -120,7 +121,7 @@ def _ways_on(trainer: Trainer, has_trained: bool) -> list[str]:
     lines = [
         line
         for line in checkpoint_lines(trainer, _command())
-        if not any(path in line for path in gone)
+        if not any(path in line or shlex.quote(path) in line for path in gone)
     ] or _left_beside(gone)
     saver: Any = getattr(trainer.strategy, "saver", None)
     if named and lines and saver is not None and saver.last_step < trainer.global_step:
@@ -144,8 +145,8 @@ def _command(logs: str = "", more: str = "") -> Callable[[str, str], str]:
     def command(stage: str, checkpoint: str) -> str:
         folders = (Path(checkpoint).parent, Path(logs or Path(checkpoint).parents[1]))
         configs = (folder / "config.yaml" for folder in folders)
-        config = next((path for path in configs if path.is_file()), "...")
-        words = f"{PROGRAM} {stage} --config {config} --ckpt_path {checkpoint}"
-        return words + (more if stage == "fit" else "")
+        config = next((str(path) for path in configs if path.is_file()), "...")
+        words = shlex.join([stage, "--config", config, "--ckpt_path", checkpoint])
+        return f"{PROGRAM} {words}" + (more if stage == "fit" else "")
 
     return command

@@ -203,6 +203,23 @@ def test_only_a_training_names_its_step():
     assert words_of_a_failure(trainer, False)[0] == "The run ended after step 0."
 
 
+def test_the_line_can_be_pasted_where_a_folder_has_spaces(tmp_path):
+    folder = tmp_path / "my runs [1]" / "it's=ü"
+    folder.mkdir(parents=True)
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    trainer.strategy.connect(Network())
+    for file in (best := folder / "best.ckpt", config := folder / "config.yaml"):
+        file.touch()
+    trainer.checkpoint_callback.best_model_path = str(best)
+    trainer.state.fn = TrainerFn.FITTING
+    _, found, _, line = words_of_an_interrupt(trainer, True)
+    assert found == f"Best checkpoint: {best}"
+    command = ["python", "-m", "lightning_shard", "fit", "--config", str(config)]
+    assert shlex.split(line) == ["Resume:", *command, "--ckpt_path", str(best)]
+    best.unlink()
+    assert words_of_an_interrupt(trainer, True) == ["Interrupted after step 0."]
+
+
 def test_a_stopped_test_after_a_training_names_its_checkpoint(tmp_path):
     trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
     trainer.strategy.connect(Network())
