@@ -3,6 +3,7 @@
 Everything here is known to every rank from its own environment, so all ranks refuse together.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def check(config: Any, given: Given) -> None:
     with as_usage_error(ValueError):
         if names_all(trainer.accelerator, trainer.devices):
             trainer.devices = 1  # Lightning counts those that this process sees
-    path, folder = config.get("ckpt_path"), config.trainer.default_root_dir
+    path, folder = map(in_own_home, (config.get("ckpt_path"), config.trainer.default_root_dir))
     if path == "best":  # Lightning means the training before in the same program
         raise UsageError(
             f"ckpt_path 'best'{_at(given, 'ckpt_path')} is of a training in the same program, and "
@@ -67,6 +68,12 @@ def check(config: Any, given: Given) -> None:
         except OSError as err:
             key, why = "trainer.default_root_dir", f"cannot be made: {err.strerror}"
             raise UsageError(f"{key} '{folder}'{_at(given, key)} {why}") from err
+
+
+def in_own_home(path: Any) -> Any:
+    """Read a path that begins with `~`, as Lightning does."""
+    # pathlib raises for a user without a home, and changes URLs
+    return os.path.expanduser(path) if isinstance(path, str) else path  # noqa: PTH111
 
 
 def strategy_options(trainer: Any) -> Any:

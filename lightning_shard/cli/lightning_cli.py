@@ -15,7 +15,12 @@ import yaml
 from typing_extensions import override
 
 from lightning_shard.checkpoint.open import hyperparameters
-from lightning_shard.cli.config_checks import check, check_numbers, strategy_options
+from lightning_shard.cli.config_checks import (
+    check,
+    check_numbers,
+    in_own_home,
+    strategy_options,
+)
 from lightning_shard.cli.defaults import check_model, fill_in
 from lightning_shard.cli.help import OPTIONS, PROGRAM
 from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
@@ -155,7 +160,7 @@ class ShardCLI(LightningCLI):
             check_output(config)
         self.after_parsing(config.trainer)
         config.trainer.accelerator = meant(config.trainer.accelerator)
-        path, trusted = config.get("ckpt_path"), config.get("weights_only") is False
+        path, trusted = in_own_home(config.get("ckpt_path")), config.get("weights_only") is False
         with as_usage_error(ValueError):
             stored = hyperparameters(Path(path), trusted=trusted) if path else {}
         check_model(config.model, stored, str(path))
@@ -231,7 +236,7 @@ class ShardCLI(LightningCLI):
     @property
     def folder(self) -> str | None:
         """The folder into which this run writes."""
-        return self.config["fit"]["trainer"]["default_root_dir"]
+        return in_own_home(self.config["fit"]["trainer"]["default_root_dir"])
 
     def after_fit(self) -> None:
         """Test the final weights if `test_after_fit` asks for it; say where everything lies."""

@@ -200,6 +200,20 @@ def test_fit_saves_its_options_and_resumes_in_place():
     assert torch.load("kept/last.ckpt", weights_only=True)["global_step"] == 4
 
 
+def test_paths_in_the_home_of_the_user(monkeypatch, tmp_path, capsys):
+    """A shell leaves `~` as it is behind `=`, and so does a file."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    quiet = "--trainer.logger=false", "--trainer.default_root_dir=~/runs"
+    fit(*quiet, "--model.init_args.modes=9")
+    kept = tmp_path / "home/runs/checkpoints/epoch=0-step=2.ckpt"
+    again = f"--ckpt_path=~/{kept.relative_to(tmp_path / 'home')}"
+    fit(*quiet, "--trainer.max_steps=4", again)
+    steps = [torch.load(p, weights_only=True)["global_step"] for p in kept.parent.glob("*.ckpt")]
+    assert 4 in steps
+    assert "modes is 9 as in ckpt_path" in capsys.readouterr().err
+    assert not Path("~").exists()
+
+
 def test_saved_config_runs_again(capsys):
     fit("--trainer.logger", "false")
     with pytest.raises(SystemExit):
