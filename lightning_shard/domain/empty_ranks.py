@@ -63,8 +63,8 @@ def empty_attached(
     pieces = [s.flatten()[:0].to(kept[0].dtype) for s in reversed(kept)]
     nothing = concatenated(pieces, 0)
     nothing = nothing.sum(dtype=kept[0].dtype)  # autocast would change it
-    if is_curved:
-        nothing = nothing.exp() - 1
+    if is_curved and (nothing.is_floating_point() or nothing.is_complex()):
+        nothing = nothing.exp() - 1  # torch makes floats of integers here
     return nothing * kept[0].new_ones(tuple(shape))
 
 

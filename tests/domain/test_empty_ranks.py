@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torchvision.ops import DeformConv2d
 
@@ -121,3 +122,23 @@ def check_twice(name):
 
 def test_second_derivatives(run_each):
     run_each(2, check_twice, {name: {"name": name} for name in TWICE})
+
+
+INTEGERS = {
+    "max_pool2d": lambda x: F.max_pool2d(x, 3, 1, 1),
+    "indices": lambda x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[0],
+    "reflected": lambda x: F.pad(x, (1, 1, 0, 0), "reflect"),
+}
+
+
+def check_integers(name):
+    x = torch.randint(0, 200, ROW, dtype=torch.uint8)
+    expected, split = INTEGERS[name](x), INTEGERS[name](shard(x, mesh_of(2), 2))
+    assert split.dtype == split.to_local().dtype == torch.uint8
+    assert torch.equal(gather(split), expected)
+    assert split.sum() == expected.sum()
+
+
+def test_integers_stay_integers(run_each):
+    """Else ranks would add up numbers of two dtypes."""
+    run_each(2, check_integers, {name: {"name": name} for name in INTEGERS})
