@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.domain.comm import all_reduce_extreme
 from lightning_shard.processes.torch_private.typed import linalg
 
 
@@ -90,8 +91,11 @@ def _total_norm(gradients: Iterable[Tensor], order: float) -> Tensor:
             mesh, axes = key
             part = part.to(mesh.device_type)  # shards may be offloaded, where no group is
             for axis in axes:
-                operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-                dist.all_reduce(part, operation, group=mesh.get_group(axis))
+                group = mesh.get_group(axis)
+                if largest:  # NaN is the largest, too
+                    part = all_reduce_extreme(part, dist.ReduceOp.MAX, group)
+                else:
+                    dist.all_reduce(part, group=group)
         totals.append(part)
     if not totals:
         return torch.tensor(0.0, device="cpu")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_shard import ShardingOptions, whole_parameters
 from lightning_shard.checkpoint.state import full_module_state
@@ -24,6 +24,7 @@ from tests.fsdp.network import (
     train_alone,
 )
 from tests.fsdp.network import train_sharded as train
+from tests.parity import mesh_of
 from tests.training import Losses, dense_fno, trainer
 from tests.training import loader as loader_of
 
@@ -255,6 +256,21 @@ def test_norms_of_sharded_and_plain_gradients(order):
 
     options = {"ignored_parameters": ["*.norm.*"], "sharding": "hybrid", "shard_size": 2}
     train((2,), options, net(), callbacks=[Compare()], limit_train_batches=1)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("bad", [0, 2, 5])
+def test_the_largest_gradient_of_shards_is_nan_on_any_rank(bad):
+    """The maximum of gloo loses it, and values of ranks before it, too."""
+    whole = torch.arange(6.0)
+    whole[bad] = torch.nan
+    mesh = mesh_of(3)
+    shards = torch.nn.Parameter(distribute_tensor(torch.ones(6), mesh, [Shard(0)]))
+    shards.grad = distribute_tensor(whole, mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="is nan"):
+        clip_grad_norm_([shards], 1.0, float("inf"), error_if_nonfinite=True)
+    assert clip_grad_norm_([shards], 1.0, float("inf")).isnan()
+    assert shards.grad.to_local().isnan().all()
 
 
 @pytest.mark.spmd(2)
