@@ -7,6 +7,7 @@ checkpoints and the end of training follow it: there the mean over the replicas 
 """
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -369,8 +370,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _same(one: float | None, other: float | None) -> bool:
     if one is None or other is None:
         return one is other
-    near = abs(one - other) <= _SAME * max(abs(one), abs(other))
-    return one == other or near or (one != one and other != other)
+    return math.isclose(one, other, rel_tol=_SAME) or (one != one and other != other)
 
 
 def _shown(value: float | None) -> str:

@@ -199,6 +199,22 @@ def test_the_mean_over_replicas_decides(sync):
     assert len(said) == (not sync and dist.get_rank() == 0)
 
 
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_value_that_is_not_finite_on_one_replica_decides(value):
+    """A file is kept for the second epoch, whose mean is finite."""
+
+    def logs(module):
+        first = module.current_epoch == 0 and module.global_rank == 1
+        module.log("score", value if first else 1.0 + module.current_epoch)
+
+    folder = shared_path(f"not_finite_{value}")
+    checkpoint = ModelCheckpoint(folder, "{epoch}", monitor="score")
+    options = {"enable_checkpointing": True, "default_root_dir": folder}
+    fit(Logs(validate=logs), checkpoint, epochs=2, **options)
+    assert checkpoint.best_model_path.endswith("epoch=1.ckpt")
+
+
 class LogsLate(Logs):
     """Logs after the values of the epoch were compared."""
 
