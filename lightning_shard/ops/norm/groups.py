@@ -157,10 +157,11 @@ def mixed(parts: Tensor, weights: Tensor | None = None) -> Tensor:
     if not parts.numel():  # no group is here
         return parts.sum(0)
     if weights is None:
-        spread, both = torch.var_mean(parts, 0, correction=0)
+        # not by `var_mean`, whose mean of infinite variances is NaN
+        both, spread = parts.mean(0), parts[:, 0].var(0, correction=0)
         if in_forward_mode():
-            return torch.stack([both[0], both[1] + spread[0]])
-        both[1].add_(spread[0])
+            return torch.stack([both[0], both[1] + spread])
+        both[1].add_(spread)
         return both
     weights = weights.view(-1, *[1] * (parts.ndim - 2))
     both = (weights.unsqueeze(1) * parts).sum(0)

@@ -233,6 +233,24 @@ def test_statistics_first_used_in_inference_mode():
 
 
 @pytest.mark.spmd(3)
+@pytest.mark.parametrize("norm", ["batch", "instance", "group", "layer"])
+def test_a_variance_that_overflows(norm):
+    """As of fields with fill values: what is normalized is 0, as in torch, and not NaN."""
+    functions = {
+        "batch": lambda x: F.batch_norm(x, None, None, training=True),
+        "instance": F.instance_norm,
+        "group": lambda x: F.group_norm(x, 2),
+        "layer": lambda x: F.layer_norm(x, (9, 5)),
+    }
+    x = torch.randn(2, 4, 9, 5)
+    x[:, :, 4:6] = 1e20
+    leaf = x.clone().requires_grad_()
+    whole = lightning_shard.gather(functions[norm](lightning_shard.shard(leaf, mesh_of(3), 2)))
+    assert torch.equal(whole.detach(), functions[norm](x))
+    assert torch.equal(torch.autograd.grad(whole.sum(), leaf)[0], torch.zeros_like(x))
+
+
+@pytest.mark.spmd(3)
 def test_refusals():
     x = torch.randn(IMAGE)
     with pytest.raises(UnsupportedOperationError, match="split channels"):
