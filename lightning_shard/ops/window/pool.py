@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.empty_ranks import empty_attached
+from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
@@ -153,7 +154,7 @@ def unflat(places: Tensor, extents: Sequence[int]) -> list[Tensor]:
     return coordinates[::-1]
 
 
-@implements(*AVERAGE, joins=True)
+@implements(*AVERAGE, limits="no integers", joins=True)
 def avg_pool(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -167,6 +168,8 @@ def avg_pool(
     """Averages over full windows of zero-padded rows, corrected by what each one counts."""
     n = SPATIAL_DIMS[func]
     (x,) = cast_for(of_one(func, 1), input)
+    if not x.dtype.is_floating_point:
+        raise UnsupportedOperationError(f"an average of {x.dtype}, which torch rounds; pool floats")
     kernels = per_dim(kernel_size, n)
     strides, paddings = per_dim(stride or kernels, n), per_dim(padding, n)
     corrections: list[list[float]] = []

@@ -188,6 +188,8 @@ def test_refusals():
     x = lightning_shard.shard(torch.randn(IMAGE), mesh_of(3), 2)
     with pytest.raises(RuntimeError, match="at most half"):
         F.avg_pool2d(x, 2, padding=2)
+    with pytest.raises(UnsupportedOperationError, match=r"average of torch\.int64"):
+        F.avg_pool2d(x.long(), 3)
     with pytest.raises(RuntimeError, match="too small"):
         F.max_pool2d(x, 10)
     with pytest.raises(UnsupportedOperationError, match="fractional_max_pool2d"):
