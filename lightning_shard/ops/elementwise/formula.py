@@ -110,7 +110,8 @@ def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
         if weight.numel() > 1
         else weight.reshape(())
     )
-    return torch.where(x > 0, x, slope * x)
+    # positive values take no part in the slope's gradient, which an infinity would make NaN
+    return torch.where(x > 0, x, slope * torch.where(x > 0, 0, x))
 
 
 @composes(F.bilinear, torch.bilinear)

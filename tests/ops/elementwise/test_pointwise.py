@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import lightning_shard
@@ -87,6 +88,19 @@ CASES = {
     "pairs_back": (lambda x: torch.view_as_complex(x[..., :2].contiguous()), [SHAPE]),
 }
 SMOOTH = ["glu", "gradient", "trapezoid_at", "gelu", "math", "broadcast_row", "outer_sum", "lerp"]
+
+
+@pytest.mark.spmd(3)
+def test_the_gradient_of_a_slope_beside_an_infinity():
+    x, slope = torch.randn(2, 3, 9).double(), torch.tensor(0.25).double()
+    x[0, 1, 4] = torch.inf
+    found = []
+    for given in (x, lightning_shard.shard(x, mesh_of(3), 2)):
+        leaf = slope.clone().requires_grad_()
+        result = lightning_shard.gather(F.prelu(given, leaf))
+        found += torch.autograd.grad(result.clamp(max=5).sum(), leaf)
+    dist.all_reduce(found[1])
+    torch.testing.assert_close(found[1] / 3, found[0])
 
 
 @pytest.mark.spmd(3)
