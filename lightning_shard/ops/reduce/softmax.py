@@ -64,7 +64,7 @@ def softmin(func: Callable[..., Tensor], x: Subdomain, *args: Any, **kwargs: Any
 def logsumexp(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims, keepdim: bool = False
 ) -> Subdomain | Tensor:
-    """Do not subtract an infinite maximum, as torch does not: the sum then decides."""
+    """Subtract the largest number in place of an infinite maximum: the sum then decides."""
     dims = reduced_dims(x, dim)
     if not x.layout.axes(*dims) or not volume(x.layout, dims):
         return result(x, torch.logsumexp(x.local, dims, keepdim), dims, keepdim)
@@ -77,7 +77,8 @@ def logsumexp(
 @uncast
 def _logsumexp(x: Subdomain, dims: tuple[int, ...], keepdim: bool) -> Subdomain | Tensor:
     top = _maximum(x, dims)
-    top = torch.where(top.isinf(), torch.zeros_like(top), top)
+    limits = torch.finfo(top.dtype)  # beside an infinity other powers are 0, and so are gradients
+    top = top.clamp(limits.min, limits.max)
     powers = wide(x.local - top).exp()
     total = (sum_over(x, powers.sum(dims, keepdim=True), dims).log() + top).to(x.dtype)
     return result(x, total if keepdim else squeezed(total, dims), dims, keepdim)

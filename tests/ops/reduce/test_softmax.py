@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import lightning_shard
@@ -77,3 +78,18 @@ def test_cumulative_logarithms_of_what_a_mask_leaves_out():
 def test_cumulative_logarithms_in_tiles():
     torch.manual_seed(0)
     check_cumulative_logarithms(tiles_of(3))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_the_gradient_beside_an_infinity_and_large_numbers(value):
+    x = torch.randn(7, 2, dtype=torch.float64) * 1e6
+    x[3, 0] = value
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    split = lightning_shard.shard(leaves[1], mesh_of(3), 0)
+    expected, found = leaves[0].logsumexp(0), split.logsumexp(0)
+    torch.testing.assert_close(found, expected)
+    (wanted,) = torch.autograd.grad(expected.sum(), leaves[0])
+    (gradient,) = torch.autograd.grad(found.sum(), leaves[1])
+    dist.all_reduce(gradient)
+    torch.testing.assert_close(gradient / 3, wanted, equal_nan=True)
