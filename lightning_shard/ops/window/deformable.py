@@ -99,7 +99,7 @@ def deform_conv2d(
             missing = max(reach.reads(high - low) - local.shape[d], 0)
             local = _longer(local, d, missing)
             added = reach.writes(local.shape[d]) - (high - low)
-            moved = _longer(moved, d, added)
+            moved = _longer(moved, d, added, -local.shape[d])
             masks = None if masks is None else _longer(masks, d, added)
     if layout.axes(0) and not rows.layout.axes(0):
         local = take_local(local, 0, batch, layout.grid)
@@ -162,6 +162,9 @@ def _from_row(moved: Tensor, i: int, step: int) -> Tensor:
     return (torch.unflatten(moved, 1, (-1, 2)) + steps).flatten(1, 2)
 
 
-def _longer(x: Tensor, d: int, rows: int) -> Tensor:
-    """Rows of zeros at the end: places outside of the image, or results that nobody reads."""
-    return F.pad(x, [0, 0] * (x.ndim - 1 - d) + [0, rows]) if rows else x
+def _longer(x: Tensor, d: int, rows: int, value: float = 0.0) -> Tensor:
+    """Rows of `value` at the end: places outside of the image, or results that nobody reads.
+
+    Such results are read outside of the image, too: 0 times NaN would be a gradient of the weights.
+    """
+    return F.pad(x, [0, 0] * (x.ndim - 1 - d) + [0, rows], value=value) if rows else x

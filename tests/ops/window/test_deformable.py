@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchvision.ops import deform_conv2d
 
 import lightning_shard
@@ -80,3 +81,20 @@ def test_split_channels_are_refused():
     x = lightning_shard.shard(torch.randn(IMAGE), mesh_of(3), 1)
     with pytest.raises(UnsupportedOperationError, match=r"deform_conv2d.*split channels"):
         deform_conv2d(x, torch.zeros(2, 18, 7, 5), torch.zeros(6, 4, 3, 3))
+
+
+@pytest.mark.spmd(3)
+def test_gradients_of_weights_beside_nan_that_no_place_reads():
+    """Nor do results that are computed beyond a rank's part read it."""
+    x, weight = torch.randn(1, 2, 9, 5), torch.randn(3, 2, 1, 1)
+    x[:, :, 8] = torch.nan
+    offset = torch.zeros(1, 2, 9, 5)
+    offset[:, 0, 1:] = -1.5
+    found = []
+    for given in (x, lightning_shard.shard(x, mesh_of(3), 2)):
+        leaf = weight.clone().requires_grad_()
+        result = lightning_shard.gather(deform_conv2d(given, offset, leaf))
+        assert result.isfinite().all()
+        found += torch.autograd.grad(result.sum(), leaf)
+    dist.all_reduce(found[1])
+    torch.testing.assert_close(found[1] / 3, found[0])
