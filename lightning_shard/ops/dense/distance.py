@@ -47,19 +47,15 @@ def norm(
 def _norm(
     x: Subdomain, p: float, dim: Dims, keepdim: bool, dtype: torch.dtype | None
 ) -> Subdomain | Tensor:
+    dims = reduced_dims(x, dim)
+    if not x.layout.axes(*dims):
+        return result(x, linalg.vector_norm(x.local, p, dims, keepdim, dtype=dtype), dims, keepdim)
     if p == 0:
         kept = x.like((x.local != 0).to(dtype or x.local.abs().dtype))
-        return sum_(torch.sum, kept, dim, keepdim)
+        return sum_(torch.sum, kept, dims, keepdim)
     size = x.like(x.local.to(dtype).abs() if dtype else x.local.abs())
     if p in (float("inf"), float("-inf")):
-        return extreme(
-            torch.amax if p > 0 else torch.amin,
-            size,
-            () if dim is None else dim,
-            keepdim,
-            of_nan=True,
-        )
-    dims = reduced_dims(x, dim)
+        return extreme(torch.amax if p > 0 else torch.amin, size, dims, keepdim, of_nan=True)
     total = sum_over(x, _power(wide(size.local), p).sum(dims, keepdim=keepdim), dims)
     return rounded(result(x, _root(total, p), dims, keepdim), size.dtype)
 

@@ -241,6 +241,21 @@ def test_an_extreme_that_is_nan(name, place):
     torch.testing.assert_close(found[1], found[0], equal_nan=True)
 
 
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("order", [0, 0.5, 1, 2, 3, torch.inf, -torch.inf])
+def test_norms_of_whole_rows_beside_nan_and_fill_values(order):
+    """Each is torch's own, in its precision; NaN has the gradient of its row's largest value."""
+    x = torch.tensor([[1, 4, torch.nan, -4, 2], [1, 2, 3, 4, 5], [0] * 5, [1e20, 1, 1, 1, 1]])
+    found = []
+    for split in (False, True):
+        leaf = (lightning_shard.shard(x, mesh_of(2), 0) if split else x.clone()).requires_grad_()
+        norms = torch.linalg.vector_norm(leaf, order, -1)
+        (gradient,) = torch.autograd.grad(norms.sum(), leaf) if order else (leaf,)
+        found += map(lightning_shard.gather, (norms.detach(), gradient.detach()))
+    for mine, wanted in zip(found[2:], found[:2], strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.spmd(3)
 def test_a_product_has_the_dtype_that_was_asked_for():
     x = torch.arange(1, 22, dtype=torch.int8).view(7, 3)
