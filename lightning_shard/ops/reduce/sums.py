@@ -116,8 +116,14 @@ def _spread(func: Callable[..., Any], variance: Subdomain | Tensor) -> Subdomain
     if func not in (torch.std, Tensor.std, torch.std_mean):
         return variance
     if isinstance(variance, Subdomain):
-        return variance.like(variance.local.sqrt())
-    return variance.sqrt()
+        return variance.like(_deviation(variance.local))
+    return _deviation(variance)
+
+
+def _deviation(variance: Tensor) -> Tensor:
+    """Take the root, whose gradient is zero at zero, as that of torch's standard deviation is."""
+    zero = variance == 0
+    return torch.where(zero, 0, torch.where(zero, 1, variance).sqrt())
 
 
 def _var_and_mean(
@@ -141,13 +147,13 @@ def _var_and_mean(
     center = sum_over(x, x.local.sum(dims, keepdim=True), dims) / count
     distances = x.local - center
     shifts = torch.view_as_real(distances).unbind(-1) if x.dtype.is_complex else (distances,)
-    parts = [distances.abs().square(), *shifts]
+    parts = [sum(shift.square() for shift in shifts), *shifts]
     totals = torch.stack([part.sum(dims, keepdim=keepdim) for part in parts])
     squares, *shifts = sum_over(x, totals, dims).unbind()
     for shift in shifts:
         squares = squares - shift.square() / count
     mean = center if keepdim else squeezed(center, dims)
-    variance = squares.clamp(min=0) / max(count - correction, 0)
+    variance = torch.where(squares < 0, 0, squares) / max(count - correction, 0)
     return result(x, variance, dims, keepdim), result(x, mean, dims, keepdim)
 
 

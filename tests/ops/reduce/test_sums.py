@@ -241,6 +241,24 @@ def test_an_extreme_that_is_nan(name, place):
     torch.testing.assert_close(found[1], found[0], equal_nan=True)
 
 
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("function", [torch.var, torch.std])
+@pytest.mark.parametrize("values", ["equal", "one at the mean"])
+def test_second_derivatives_of_a_variance_where_values_are_the_mean(function, values):
+    x = torch.full((7,), 3.0, dtype=torch.float64)
+    if values != "equal":
+        x[0], x[6] = 1.0, 5.0
+    found = []
+    for split in (False, True):
+        leaf = (lightning_shard.shard(x, mesh_of(3), 0) if split else x.clone()).requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
+        places = torch.arange(7.0, dtype=torch.float64)
+        (second,) = torch.autograd.grad((first * places).sum(), leaf)
+        found += map(lightning_shard.gather, (first.detach(), second))
+    for mine, wanted in zip(found[2:], found[:2], strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("order", [0, 0.5, 1, 2, 3, torch.inf, -torch.inf])
 def test_norms_of_whole_rows_beside_nan_and_fill_values(order):
