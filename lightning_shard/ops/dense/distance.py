@@ -53,10 +53,12 @@ def _norm(
     if p == 0:
         kept = x.like((x.local != 0).to(dtype or x.local.abs().dtype))
         return sum_(torch.sum, kept, dims, keepdim)
-    size = x.like(x.local.to(dtype).abs() if dtype else x.local.abs())
+    local = x.local.to(dtype) if dtype else x.local
+    size = x.like(local.abs())
     if p in (float("inf"), float("-inf")):
         return extreme(torch.amax if p > 0 else torch.amin, size, dims, keepdim, of_nan=True)
-    total = sum_over(x, _power(wide(size.local), p).sum(dims, keepdim=keepdim), dims)
+    powers = _squares(wide(local)) if p == 2 else _power(wide(size.local), p)
+    total = sum_over(x, powers.sum(dims, keepdim=keepdim), dims)
     return rounded(result(x, _root(total, p), dims, keepdim), size.dtype)
 
 
@@ -117,6 +119,11 @@ def _aligned(*operands: Operand) -> list[Subdomain]:
 
 def _local(x: Operand) -> Tensor:
     return x.local if isinstance(x, Subdomain) else x
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Square the modulus of each value; that of `abs` has the second derivative 0 at 0."""
+    return x.real.square() + x.imag.square() if x.is_complex() else x.square()
 
 
 def _power(size: Tensor, p: float) -> Tensor:

@@ -259,6 +259,22 @@ def test_second_derivatives_of_a_variance_where_values_are_the_mean(function, va
         torch.testing.assert_close(mine, wanted)
 
 
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_second_derivatives_of_a_norm_where_values_are_zero(dtype):
+    """As of masked fields in a penalty on gradients."""
+    x = torch.randn(7, dtype=dtype)
+    x[2], x[4:] = 0, 0
+    found = []
+    for split in (False, True):
+        leaf = (lightning_shard.shard(x, mesh_of(3), 0) if split else x.clone()).requires_grad_()
+        (first,) = torch.autograd.grad(leaf.norm(), leaf, create_graph=True)
+        places = torch.arange(1.0, 8.0, dtype=torch.float64)
+        (second,) = torch.autograd.grad((first * places).sum().real, leaf)
+        found.append(lightning_shard.gather(second))
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("order", [0, 0.5, 1, 2, 3, torch.inf, -torch.inf])
 def test_norms_of_whole_rows_beside_nan_and_fill_values(order):
