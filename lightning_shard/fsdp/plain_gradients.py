@@ -130,6 +130,11 @@ class _Bucket:
         self.arrive(group)
 
 
+def _may_have_gradients(p: Tensor) -> bool:
+    """Return False for integers and masks, of which torch takes no hooks."""
+    return p.is_floating_point() or p.is_complex()
+
+
 class PlainGradients:
     """Averages over the ranks of `group` in each backward pass, unless `enabled` is False.
 
@@ -183,6 +188,8 @@ class PlainGradients:
 
     def _hook(self, number: int) -> None:
         p = self.parameters[number]
+        if not _may_have_gradients(p):
+            return
         wanted = p.requires_grad
         p.requires_grad_()  # torch takes hooks of frozen parameters when they are not
         self._handles += [
@@ -203,7 +210,10 @@ class PlainGradients:
         module = None if self._module is None else self._module()
         parameters = () if module is None else module.parameters()
         numbers = {p: i for i, p in enumerate(self.parameters)}
-        new = [p for p in parameters if p not in numbers or not any(hooks_of(p))]
+        new = [
+            p for p in parameters
+            if p not in numbers or (_may_have_gradients(p) and not any(hooks_of(p)))
+        ]  # fmt: skip
         if not new:
             return
         if self._order is not None:

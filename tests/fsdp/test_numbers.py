@@ -183,10 +183,23 @@ class WithoutNumbers(Featured):
         return super().forward(x) + self.extra.sum()
 
 
+class WithIntegers(Featured):
+    """Has parameters that can have no gradients, as quantized weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x) + (self.steps * self.mask).sum() / 10
+
+
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("sharding", ["full", "gradients", "none"])
-def test_a_parameter_without_numbers(sharding):
-    alone, module = WithoutNumbers(), WithoutNumbers()
+@pytest.mark.parametrize("kind", [WithoutNumbers, WithIntegers])
+def test_parameters_without_numbers_or_gradients(kind, sharding):
+    alone, module = kind(), kind()
     fit_alone(alone)
     fit_sharded(module, (2,), strategy={"sharding": sharding})
     assert_same_state(module, alone)
