@@ -4,7 +4,8 @@
 2.15: of a sum that is still a part on each rank, its part (torch.distributed.tensor,
 `_sharding_prop.py`, which leaves `_local_scalar_dense` out). `p.data = value` changes the wrapper
 of a DTensor, and leaves what it holds. `w[0]` of the dim that is sharded is a gathered copy, so
-`w[0].mul_(0.5)` and `p.grad[0] = 0` are lost.
+`w[0].mul_(0.5)` and `p.grad[0] = 0` are lost, and `w.index_add_(0, ...)` is taken for a write into
+copies of the whole. A convolution of two kernels gives that of their shards.
 """
 
 import functools
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.fsdp.draw_shards import draw_shards
+from lightning_shard.fsdp.losses_of_shards import compute_losses_of_shards
 from lightning_shard.processes.torch_private.internals import (
     before_redistribution,
     handle_dtensors,
@@ -30,6 +32,7 @@ _OF_ROWS = (  # views of a part of one dim, which is the second argument or the 
     _aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default,
     _aten.unbind.int,
 )  # fmt: skip
+_INTO_ROWS = (_aten.index_add_.default, _aten.index_copy_.default)
 _DIM_IS_LAST = (_aten.split.Tensor, _aten.split_with_sizes.default)
 
 
@@ -43,12 +46,14 @@ BEFORE_SHARD_EXCHANGE: ContextVar[Callable[[tuple[int, ...]], None]] = ContextVa
 def refuse_shards() -> None:
     """Refuse these, from now on, where a tensor is a shard of a parameter or made of shards.
 
-    Random numbers, which torch draws wrongly too, are drawn rightly.
+    Random numbers and losses, which torch computes wrongly too, are computed rightly.
     """
     draw_shards()
+    compute_losses_of_shards()
     handle_dtensors(read_number, _number)
-    for operator in _OF_ROWS:
+    for operator in (*_OF_ROWS, *_INTO_ROWS):
         handle_some_dtensors(operator, _rows)
+    handle_some_dtensors(_aten.convolution.default, _convolution)
     set_data_of_dtensors(_check_data)
     before_redistribution(lambda ranks: BEFORE_SHARD_EXCHANGE.get()(ranks))
 
@@ -68,7 +73,8 @@ def _rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse a part of the dim along which a leaf, or a gradient, is sharded."""
     tensor, place = args[0], 2 if operator in _DIM_IS_LAST else 1
     dim = kwargs.get("dim", args[place] if len(args) > place else 0) % max(tensor.ndim, 1)
-    if tensor.grad_fn is not None or not any(p.is_shard(dim) for p in tensor.placements):
+    is_result = tensor.grad_fn is not None and operator not in _INTO_ROWS
+    if is_result or not any(p.is_shard(dim) for p in tensor.placements):
         return NotImplemented
     if operator is _aten.slice.Tensor:
         _, _, start, end, step = (*args, *(None,) * 5)[:5]
@@ -79,6 +85,17 @@ def _rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         "as w[0], is a copy, and what is written into it would be lost: keep parameters whole with "
         "sharding='none', write a parameter within `with lightning_shard.whole_parameters(module):`"
         " on all ranks, or read p.full_tensor()[0]."
+    )
+
+
+def _convolution(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
+    """Refuse shards, of which torch computes parts of other shapes than the result has."""
+    shards = [x for x in args if isinstance(x, DTensor)]
+    if all(p.is_replicate() for x in shards for p in x.placements):
+        return NotImplemented
+    raise RuntimeError(
+        "a convolution of sharded parameters, as of two kernels that are merged: call it on "
+        "p.full_tensor(), on all ranks, or keep parameters whole with sharding='none'."
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.forward_ad import dual_level, make_dual
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, jvp
+from torch.nn import functional
 
 from lightning_shard import init_mesh, parallelize, whole_parameters
 from lightning_shard.fsdp import rank_barrier
@@ -170,6 +171,75 @@ def test_rows_of_shards_are_refused():
         module.weight[0].mul_(0.5)
     expected[0] *= 0.5
     torch.testing.assert_close(module.weight.full_tensor(), expected)
+
+
+LOSSES = {
+    "mse": functional.mse_loss,
+    "l1": functional.l1_loss,
+    "smooth l1": functional.smooth_l1_loss,
+    "huber": functional.huber_loss,
+    "soft margin": lambda a, b, **k: functional.soft_margin_loss(a, b.detach(), **k),
+    "cross entropy": lambda a, b, **k: functional.binary_cross_entropy(
+        a.sigmoid(), b.sigmoid(), **k
+    ),
+    "cross entropy with logits": functional.binary_cross_entropy_with_logits,
+    "distance": lambda a, b, **k: functional.kl_div(a.sigmoid().log(), b.sigmoid(), **k),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_shards_are_those_of_the_whole(name):
+    """As of the distance of two layers, which a callback logs; 5 and 6 rows on two ranks."""
+    for rows in (5, 6):
+        alone, module = ([nn.Linear(4, rows), nn.Linear(4, rows)] for _ in range(2))
+        for layers in (alone, module):
+            for i, each in enumerate(layers):
+                nn.init.uniform_(each.weight, generator=torch.Generator().manual_seed(i))
+        for each in module:
+            parallelize(each, init_mesh({"data": -1}, "cpu"))
+        for reduction in ("mean", "sum"):
+            losses = [
+                LOSSES[name](a.weight, b.weight, reduction=reduction) for a, b in (module, alone)
+            ]
+            for loss in losses:
+                loss.backward()
+            torch.testing.assert_close(losses[0].full_tensor(), losses[1], rtol=1e-5, atol=0)
+            for mine, wanted in zip(module, alone, strict=True):
+                if wanted.weight.grad is None:  # of a target
+                    continue
+                found = mine.weight.grad.full_tensor()
+                torch.testing.assert_close(found, wanted.weight.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.spmd(2)
+def test_rows_that_are_written_by_their_numbers_are_refused():
+    """Torch would lose what is written, and take the shards for the whole."""
+    module = layer()
+    parallelize(module, init_mesh({"data": -1}, "cpu"))
+    number, value = torch.tensor([0]), torch.tensor([0.5])
+    before = module.bias.full_tensor().detach().clone()
+    for write in ("index_add_", "index_copy_"):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"dim 0 .*sharding='none'"):
+            getattr(module.bias, write)(0, number, value)
+    torch.testing.assert_close(module.bias.full_tensor(), before, rtol=0, atol=0)
+    with whole_parameters(module), torch.no_grad():  # as the sentence says
+        module.bias.index_add_(0, number, value)
+    before[0] += 0.5
+    torch.testing.assert_close(module.bias.full_tensor(), before)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("rows", [3, 4])
+def test_convolutions_of_shards_are_refused(rows):
+    """Torch gives those of the shards, as if of the whole: as of two kernels that are merged."""
+    first, second = nn.Conv2d(2, rows, 3), nn.Conv2d(2, 5, 1)
+    for each in (first, second):
+        parallelize(each, init_mesh({"data": -1}, "cpu"))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"convolution .*sharding='none'"):
+        functional.conv2d(first.weight, second.weight)
+    found = functional.conv2d(first.weight.full_tensor(), second.weight.full_tensor())
+    assert found.shape == (rows, 5, 3, 3)
 
 
 class WithoutNumbers(Featured):

@@ -67,6 +67,7 @@ INTERNALS = {
         "a rank that reads shards alone ends",
     "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
         "numbers that are read from shards are refused",
+    "torch._decomp.decomposition_table": "losses of shards are those of the whole",
     "torch.autograd._engine_run_backward": "gradients of parameters inside of steps are whole",
     "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that no state dict has are computed",
