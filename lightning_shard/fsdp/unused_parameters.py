@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.fsdp.same_blocks import NamedGather, same_blocks
 from lightning_shard.fsdp.shard_block import sharded_modules
@@ -120,6 +121,8 @@ class UnusedParameters:
                     self._has_reduced = True
                     some = "" if all(trained) else f" (only {trained.count(True)} parameters)"
                     self._order.comes_to(f"reduces the gradients of {name}{some}")
+            for p in group.fsdp_params:
+                _shard_gradient(p.sharded_param)
             plain(*args)
             self._note_unreduced(group)
 
@@ -159,6 +162,16 @@ class UnusedParameters:
 def unused_parameters_of(module: nn.Module) -> UnusedParameters | None:
     """Return what follows the backward passes of `module`; None where nothing is sharded."""
     return module.__dict__.get(_FOLLOWED)
+
+
+def _shard_gradient(p: Any) -> None:
+    """Shard a gradient of `p` that is whole on each rank, as of a penalty outside of the step.
+
+    FSDP2 adds its shard to what the rank has, which would be added to every row of the whole.
+    """
+    if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+        with torch.no_grad():
+            p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def _is_trained(p: Any) -> bool:

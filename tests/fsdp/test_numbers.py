@@ -1,5 +1,6 @@
 """Numbers of sharded parameters and gradients are read of whole ones, and of no others."""
 
+import copy
 from collections import Counter
 from unittest import mock
 
@@ -210,6 +211,36 @@ def test_losses_of_shards_are_those_of_the_whole(name):
                     continue
                 found = mine.weight.grad.full_tensor()
                 torch.testing.assert_close(found, wanted.weight.grad, rtol=1e-5, atol=1e-7)
+
+
+PENALTIES = {
+    "squares": lambda w: w.square().sum(),
+    "softmax over rows": lambda w: w.softmax(0).square().sum(),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_penalty_of_shards_before_the_backward_pass_of_the_block(name, rows):
+    """Its gradient may be whole on each rank, to which FSDP2 would add a shard."""
+    alone = nn.Linear(4, rows)
+    nn.init.uniform_(alone.weight, generator=torch.Generator().manual_seed(0))
+    module = copy.deepcopy(alone)
+    parallelize(module, init_mesh({"data": -1}, "cpu"))
+    for at_once in (False, True):
+        for each in (alone, module):
+            each.zero_grad()
+            penalty = PENALTIES[name](each.weight)
+            if isinstance(penalty, DTensor):
+                penalty = penalty.full_tensor()
+            if at_once:
+                (each(torch.ones(3, 4)).square().sum() + penalty).backward()
+            else:
+                penalty.backward()
+                each(torch.ones(3, 4)).square().sum().backward()
+        found = module.weight.grad.full_tensor()
+        torch.testing.assert_close(found, alone.weight.grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.spmd(2)
