@@ -19,6 +19,10 @@ _WHOLE_GRADIENT = (
     "To set a gradient of a whole tensor, equal on all ranks: p.grad.copy_(torch.distributed."
     "tensor.distribute_tensor(whole, p.device_mesh, p.placements))."
 )
+_NO_LARGEST = _WHOLE + (
+    "Or: torch finds no largest or least number of a parameter or gradient of which a rank has no "
+    "part: ask p.full_tensor() or p.grad.full_tensor(), on all ranks."
+)
 _BY_MESSAGE = {
     "got mixed torch.Tensor and DTensor": _WHOLE + (
         "Or: a parameter, or its gradient, was used where each rank holds a shard of it. Outside "
@@ -41,10 +45,8 @@ _BY_MESSAGE = {
         "Or: torch finds no largest number of a gradient of which a rank has no part; clip by "
         "another norm, or by gradient_clip_val of the Trainer."
     ),
-    "Expected reduction dim to be specified for input.numel() == 0": _WHOLE + (
-        "Or: torch finds no largest or least number of a parameter or gradient of which a rank has "
-        "no part: ask p.full_tensor() or p.grad.full_tensor(), on all ranks."
-    ),
+    "Expected reduction dim to be specified for input.numel() == 0": _NO_LARGEST,
+    "Expected reduction dim 0 to have non-zero size": _NO_LARGEST,
     "but its data is not allocated yet": _WHOLE + (
         "Or: torch.tensor was given sharded tensors, such as norms of gradients, which it cannot "
         "read: give it those of p.grad.full_tensor(). Or: the module is called after a gradient "

@@ -254,6 +254,10 @@ def largest(gradients):
     return max(g.abs().amax() for g in gradients)
 
 
+def largest_of_columns(gradients):
+    return max(g.abs().amax(0).sum() for g in gradients if g.shape[:1] == (1,))
+
+
 def as_list(gradients):
     return max(next(g for g in gradients if g.shape == (4,)).tolist())
 
@@ -261,7 +265,11 @@ def as_list(gradients):
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     ("read", "message"),
-    [(largest, "Expected reduction dim"), (as_list, r"\.tolist\(\) is not supported")],
+    [
+        (largest, "Expected reduction dim"),
+        (largest_of_columns, "Expected reduction dim 0 to have non-zero size"),
+        (as_list, r"\.tolist\(\) is not supported"),
+    ],
 )
 def test_what_torch_lacks_for_shards_in_a_hook(read, message):
     """The last rank has no part of a weight with one row."""
