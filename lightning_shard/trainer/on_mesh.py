@@ -234,6 +234,8 @@ class OnMesh:
             "precision": type(precision).__name__,
             "shard_dims": self.shard_dims,
             "exact_random": self.exact_random,
+            # the paths may differ: a node's own copy of a file
+            "the list of parts with init_weights_from": sorted(self.first_weights),
         }
         return {n: str(v) for n, v in own.items()} | self.sharding_options.described()
 

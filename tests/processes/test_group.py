@@ -220,6 +220,16 @@ def test_different_options_of_a_trainer(options, expected):
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("kept", [None, {"": "weights.safetensors"}], ids=["none", "another part"])
+def test_first_weights_of_one_rank(kept):
+    """It would wait for the others, which train, until `timeout_s` has passed."""
+    first = {"conv1": "weights.safetensors"} if dist.get_rank() == 1 else kept
+    runner = trainer((2,), strategy={"init_weights_from": first})
+    with pytest.raises(ValueError, match=r"parts with init_weights_from is \[.*\['conv1'\]"):
+        runner.fit(make("simple_cnn", torch.float32), loader("simple_cnn", torch.float32, 2, 8))
+
+
+@pytest.mark.spmd(2)
 def test_different_modules():
     module = make("simple_cnn", torch.float32)
     if dist.get_rank() == 1:
