@@ -39,7 +39,7 @@ TRAINER_OPTIONS = (
     "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val",
     "gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "limit_test_batches",
     "limit_predict_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch",
-    "num_sanity_val_steps", "num_nodes",
+    "num_sanity_val_steps", "num_nodes", "reload_dataloaders_every_n_epochs",
 )  # fmt: skip
 # Ranks whose ModelCheckpoints differ in these would write other files.
 SAVER_OPTIONS = ("save_last", "save_top_k", "save_weights_only")

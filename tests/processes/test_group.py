@@ -209,8 +209,9 @@ def test_no_device():
     [
         ({"gradient_clip_val": (None, 1.0)}, "Trainer's gradient_clip_val is None on rank 0 and 1"),
         ({"max_epochs": (1, 2)}, "the Trainer's max_epochs is 1 on rank 0 and 2 on rank 1"),
+        ({"reload_dataloaders_every_n_epochs": (0, 1)}, "_every_n_epochs is 0 on rank 0 and 1 on"),
     ],
-    ids=["clip", "epochs"],
+    ids=["clip", "epochs", "reloads"],
 )
 def test_different_options_of_a_trainer(options, expected):
     rank = dist.get_rank()
