@@ -32,6 +32,7 @@ from lightning_shard.data.atomic import written_file
 from lightning_shard.fsdp.complex_pairs import pair_names
 from lightning_shard.fsdp.parallelize import SHARDED_OVER
 from lightning_shard.processes.agreement import DisagreementError
+from lightning_shard.processes.arguments import check_module
 from lightning_shard.processes.errors_together import together
 from lightning_shard.processes.mesh import flat_mesh
 
@@ -59,6 +60,7 @@ def save_weights(module: nn.Module, path: str | Path) -> None:
         OSError: It cannot be written; what was there before stays. Other ranks raise a
             RuntimeError that says so.
     """
+    check_module(module, "save_weights")
     path = Path(path)
     if path.suffix not in (*TORCH, ".ckpt", ".safetensors"):
         raise ValueError(
@@ -131,6 +133,7 @@ def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) ->
         RuntimeError: `strict`, and names are missing or unknown; or a parameter has no memory.
         DisagreementError: The ranks found different weights.
     """
+    check_module(module, "load_weights")
     if (mesh := module.__dict__.get(SHARDED_OVER)) is not None:
         load_weights_together(module, path, flat_mesh(mesh).get_group(), strict=strict)
     else:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.data.file_field import FileField
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import entries_of, is_graph, leaves_of, map_leaves, with_entries
+from lightning_shard.domain.layout import listed_dims
 from lightning_shard.tensor.calls import name_makers
 from lightning_shard.tensor.local_mesh import LocalMesh
 from lightning_shard.tensor.placement import is_field, shard, shard_alike
@@ -75,9 +76,13 @@ def dims_of(
 
 
 def split_dims(shard_dims: ShardDims) -> tuple[int, ...] | None:
-    """Find the dims along which all named fields are split, from the front; None: not known."""
+    """Find the dims along which all named fields are split, from the front; None: not known.
+
+    Raises:
+        ValueError: They are no whole numbers.
+    """
     named = list(shard_dims.values()) if isinstance(shard_dims, Mapping) else [shard_dims]
-    chosen = {(d,) if isinstance(d, int) else tuple(d) for d in named if d is not None}
+    chosen = {listed_dims(d, "shard_dims") for d in named if d is not None}
     dims = chosen.pop() if len(chosen) == 1 else ()
     return dims if dims and min(dims) >= 0 else None
 
@@ -107,7 +112,7 @@ def _fields(
     found: set[_Field] = set()
     for x in leaves:
         dims = dims_of(shard_dims, "", len(x.shape), x.dtype, axes)
-        chosen = (dims,) if isinstance(dims, int) else tuple(dims or ())
+        chosen = () if dims is None else listed_dims(dims, "shard_dims")
         chosen = tuple(d if d >= 0 else d + len(x.shape) for d in chosen)
         if chosen and min(chosen) >= 2 and max(chosen) < len(x.shape):
             found.add(_Field(tuple(x.shape), chosen))
@@ -195,7 +200,7 @@ def _split(
     if is_field(x):
         assert isinstance(x, Tensor)
         return x
-    chosen, ndim = [dims] if isinstance(dims, int) else list(dims), len(x.shape)
+    chosen, ndim = [*listed_dims(dims, "shard_dims")], len(x.shape)
     if any(not -ndim <= d < ndim for d in chosen):
         raise ValueError(
             f"shard_dims {chosen} of {what} must lie in its shape {tuple(x.shape)}; name dims "

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @lru_cache(maxsize=4096)
@@ -235,6 +235,22 @@ def merge(dim: Sequence[Factor]) -> Dim:
     return tuple(merged) or (Factor(1),)
 
 
+def listed_dims(dims: int | Sequence[int], name: str = "dims") -> tuple[int, ...]:
+    """Return tensor dims as a tuple.
+
+    Raises:
+        ValueError: They are no whole numbers; the message calls them by `name`.
+    """
+    is_many = isinstance(dims, Sequence) and not isinstance(dims, str | bytes)
+    chosen: tuple[Any, ...] = tuple(dims) if is_many else (dims,)
+    if not all(isinstance(d, int) and not isinstance(d, bool) for d in chosen):
+        raise ValueError(
+            f"{name} must be the number of a tensor dim, or a list with one for each mesh axis, "
+            f"such as 2 or (2, 3); got {dims!r}."
+        )
+    return chosen
+
+
 def splits_of(
     ndim: int, sizes: Sequence[int], dims: int | Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
@@ -242,7 +258,7 @@ def splits_of(
 
     All axes may split one dim, such as the nodes of a graph.
     """
-    chosen = [dims] if isinstance(dims, int) else list(dims)
+    chosen = [*listed_dims(dims)]
     if len(chosen) != len(sizes):
         raise ValueError(
             f"dims must name one tensor dim for each of the {len(sizes)} mesh axes; got {chosen}."

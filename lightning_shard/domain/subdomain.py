@@ -26,6 +26,7 @@ from lightning_shard.domain.strides import (
     shows_channels_last,
 )
 from lightning_shard.domain.wire import all_gather
+from lightning_shard.processes.arguments import check_mesh
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened, storage_key, version_of
 from lightning_shard.processes.torch_private.typed import integers
@@ -44,6 +45,7 @@ class Domain:
     writes_plain = has_graph = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
+        check_mesh(mesh)
         coord = mesh.get_coordinate()
         if coord is None:
             raise ValueError("a domain mesh must contain the rank that uses it; this one does not.")

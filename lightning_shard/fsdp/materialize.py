@@ -7,6 +7,7 @@ largest module that resets itself. Source: torch's contract of `reset_parameters
 https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html (meta-device initialisation).
 """
 
+import difflib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,7 +79,7 @@ def check_can_be_reset(root: nn.Module, loaded: Sequence[str]) -> None:
     Raises:
         ValueError: With the names of modules that have no `reset_parameters` and need it.
     """
-    from_file = {m for name in loaded for m in root.get_submodule(name).modules()}
+    from_file = _parts(root, loaded)
     helpless = [
         f"{name} ({type(module).__name__})"
         for name, module in named_modules(root)
@@ -93,6 +94,24 @@ def check_can_be_reset(root: nn.Module, loaded: Sequence[str]) -> None:
             "have values, or load weights with init_weights_from (which brings no buffers that are "
             "not saved)."
         )
+
+
+def _parts(root: nn.Module, names: Sequence[str]) -> set[nn.Module]:
+    """Return the modules under those of these names.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    known = dict(root.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or [*dict(root.named_children())]
+            raise ValueError(
+                f"{type(root).__name__} has no submodule {name!r}, which init_weights_from (or "
+                f"loaded, in a script) names; use one of {', '.join(map(repr, near))}, or '' for "
+                "the whole module."
+            )
+    return {m for name in names for m in known[name].modules()}
 
 
 @torch.no_grad()
@@ -118,7 +137,7 @@ def materialize(
     """
     if not is_deferred(root):
         return {}
-    from_file = {m for name in loaded for m in root.get_submodule(name).modules()}
+    from_file = _parts(root, loaded)
     wanted = [m for m in _children_first(root) if _needs_reset(m, m in from_file)]
     if group is not None:
         _share_generators(device, group)

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_shard.fsdp.blocks import Wrap
 from lightning_shard.memory.sizes import bytes_of
+from lightning_shard.processes.arguments import is_whole, names_of
 from lightning_shard.processes.device import device_of
 from lightning_shard.processes.mesh import Sharding
 
@@ -57,6 +58,7 @@ class ShardingOptions:
 
     Raises:
         ValueError: A value is not one of these.
+        TypeError: A list has something else than names.
     """
 
     mode: Sharding = "auto"
@@ -90,11 +92,30 @@ class ShardingOptions:
                 "cpu_offload keeps shards in CPU memory, and sharding 'none' makes none; leave one "
                 "of them out, or use sharding 'full'."
             )
-        if self.prefetch < 1:
-            raise ValueError(f"prefetch must be 1 or more blocks; got {self.prefetch}.")
+        self._refuse_types()
         if self.wrap is not None and self.min_num_params is not None:
             raise ValueError("wrap and min_num_params both choose the blocks; give one of them.")
         self._refuse_activations()
+
+    def _refuse_types(self) -> None:
+        """Refuse what is of no use as this option, such as "False" from a command line."""
+        for name in ("mp_policy_where_supported", "cpu_offload", "compile_blocks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
+        for name in ("prefetch", "shard_size", "min_num_params"):
+            value = getattr(self, name)
+            if not is_whole(value) and (value is not None or name == "prefetch"):
+                raise ValueError(f"{name} must be a whole number from 1 on; got {value!r}.")
+        function = "" if isinstance(self.wrap, type) else self.wrap
+        lists: dict[str, Any] = {"wrap": () if callable(function) else self.wrap or ()}
+        lists["ignored_parameters"] = self.ignored_parameters
+        for name in ("activation_checkpointing", "activation_offload"):
+            value = getattr(self, name)
+            lists[name] = () if isinstance(value, bool) or value is None else value
+        for name, value in lists.items():
+            names_of(value, name)
+        if isinstance(self.activation_checkpointing, str):  # a size is one of activation_offload
+            object.__setattr__(self, "activation_checkpointing", [self.activation_checkpointing])
 
     def _refuse_activations(self) -> None:
         """Refuse what would recompute or move nothing."""
@@ -175,6 +196,8 @@ def policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPr
         return given
     known = [f.name for f in fields(MixedPrecisionPolicy) if f.name != "param_dtype_override_fn"]
     values: dict[str, Any] = {}
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f"mp_policy must map its fields, {', '.join(known)}; got {given!r}.")
     for key, value in (given or {}).items():
         if key not in known:
             raise ValueError(f"mp_policy has no field {key!r}; its fields are {', '.join(known)}.")

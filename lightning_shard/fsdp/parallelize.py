@@ -51,6 +51,7 @@ from lightning_shard.fsdp.work import Moved, Work, copy_all_from_first, share_va
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.memory.offload import WhatFits, offload
 from lightning_shard.memory.recompute import compile_forward, keep_no_cache, recompute
+from lightning_shard.processes.arguments import check_module, names_of
 from lightning_shard.processes.mesh import flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import make_replicas
 from lightning_shard.processes.torch_private.internals import (
@@ -98,9 +99,11 @@ def parallelize(
 
     Raises:
         ValueError: An option names what the module or the mesh does not have.
+        TypeError: The module, the mesh or a list of names is none.
         RuntimeError: The module is sharded over another mesh.
         NotImplementedError: A parameter that is to be sharded has a hook.
     """
+    check_module(module, "parallelize", mesh)
     if isinstance(module, FSDPModule):
         if (over := module.__dict__.get(SHARDED_OVER, mesh)) != mesh:
             raise RuntimeError(
@@ -114,8 +117,8 @@ def parallelize(
         group = flat_mesh(mesh).get_group()
         check_same_module(module, options, group)
         options, _ = choose_sharding(options, module, _device_of(mesh), group)
-    axes = (domain,) if isinstance(domain, str) else tuple(domain)
-    work = Work(module, mesh, tuple(methods), dims, options, tuple(loaded), axes)
+    lists = names_of(methods, "methods"), names_of(loaded, "loaded"), names_of(domain, "domain")
+    work = Work(module, mesh, lists[0], dims, options, *lists[1:])
     for step in _PREPARE:
         step(work)
     if mesh.size() == 1 and not options.needs_shards:

@@ -21,6 +21,7 @@ from lightning_shard.memory.recompute import is_compiled
 from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.memory.split_inputs import replacing, splitting, wraps
 from lightning_shard.ops.elementwise.random import use_exact_random
+from lightning_shard.processes.arguments import check_module, names_of
 from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
 from lightning_shard.tiles.whole import gathered_tiles
 
@@ -77,6 +78,7 @@ def in_tiles(
         ValueError: `tiles` is no number from 1 on, or the module lacks a method, is compiled, has
             sharded parameters, or is in tiles already. A call in which no tensor is split raises
             it, too. So does a sink without a source.
+        TypeError: The module or a method's name is none.
         RuntimeError: A call wants gradients.
 
     Example:
@@ -88,7 +90,8 @@ def in_tiles(
         ...     for field in fields:
         ...         network(field)  # from file to file
     """
-    sizes = sizes_of_tiles(tiles)
+    sizes, methods = sizes_of_tiles(tiles), names_of(methods, "methods")
+    check_module(module, "in_tiles")
     _refuse(module)
     with replacing(module, methods):
         where = _device_of(module) if device is None else torch.device(device)

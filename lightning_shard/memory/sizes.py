@@ -9,7 +9,8 @@ def bytes_of(size: str, name: str) -> int:
     Raises:
         ValueError: It is no size; the message calls it by `name`.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE)
+    written = size if isinstance(size, str) else ""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", written, re.IGNORECASE)
     if found is None:
         raise ValueError(f'{name} must be a size such as "8GB" or "500MiB"; got {size!r}.')
     number, unit, is_binary = found.groups()

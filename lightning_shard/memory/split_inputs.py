@@ -16,6 +16,7 @@ from lightning_shard.data.split import ShardDims, shard_batch
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.agreement import DisagreementError
+from lightning_shard.processes.arguments import check_module, names_of
 from lightning_shard.tensor.local_mesh import LocalMesh
 from lightning_shard.tensor.placement import gather as gathered
 from lightning_shard.tensor.placement import is_field
@@ -67,6 +68,7 @@ def split_inputs(
     Raises:
         ValueError: The module has no such method, or none with an argument that `shard_dims` names;
             or another `with` splits its calls. A call in which no tensor is split raises it, too.
+        TypeError: The module, the mesh or a method's name is none.
         DisagreementError: The ranks called with different values, such as random numbers from
             different seeds.
 
@@ -75,6 +77,8 @@ def split_inputs(
         >>> with torch.inference_mode(), split_inputs(vae, mesh, methods=["decode"]):
         ...     image = vae.decode(latents).sample  # whole, on every rank
     """
+    check_module(module, "split_inputs", *([] if isinstance(mesh, LocalMesh) else [mesh]))
+    methods = names_of(methods, "methods")
     with replacing(module, methods), splitting(module, mesh, shard_dims, methods, gather=gather):
         yield
 

@@ -31,6 +31,7 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
+from lightning_shard.processes.arguments import check_timeout, is_whole
 from lightning_shard.processes.cpu_settings import share_cores
 from lightning_shard.processes.forking import (
     Forks,
@@ -78,10 +79,11 @@ def launch(
         torch.multiprocessing.ProcessExitedException: A rank died.
         KeyboardInterrupt: Ctrl-C, or the notebook's button.
         RuntimeError: Ranks cannot be started from here.
-        ValueError: `processes` is smaller than 1.
+        ValueError: `processes` is no whole number from 1 on, or `timeout_s` no positive number.
     """
-    if processes < 1:
-        raise ValueError(f"processes must be 1 or more; got {processes}.")
+    if not is_whole(processes):
+        raise ValueError(f"processes must be 1 or more; got {processes!r}.")
+    check_timeout(timeout_s)
     if belongs_to_a_group():
         raise RuntimeError(
             "launch starts the processes of a group, but this process already belongs to one of "

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.processes.agreement import agree
+from lightning_shard.processes.arguments import check_timeout
 from lightning_shard.processes.cpu_settings import tune_process
 from lightning_shard.processes.device import (
     available_backends,
@@ -41,11 +42,12 @@ def start_process_group(
         The place of this process; ask `process_info()` again wherever it is needed.
 
     Raises:
-        ValueError: The ranks differ, two of them use one device, the backend is unknown, or a group
-            of another backend runs already.
+        ValueError: `timeout_s` is no positive number, the ranks differ, two of them use one device,
+            the backend is unknown, or a group of another backend runs already.
         RuntimeError: There is no such device, or rank 0 is not reached.
         TimeoutError: Not all processes arrive.
     """
+    check_timeout(timeout_s)
     info = process_info()
     device = own_device(device_type or present(), info.local_rank, info.local_world_size)
     if device.type != "cpu":

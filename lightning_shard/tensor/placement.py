@@ -48,7 +48,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int
     Raises:
         ValueError: `dims` does not fit the mesh or the tensor; or the ranks hold different ones; or
             it is split already.
-        TypeError: It is no tensor.
+        TypeError: It is no tensor, or one without rows in memory: sparse, nested or quantized.
     """
     _refuse_all_but_plain(tensor, "shard")
     if isinstance(mesh, LocalMesh):
@@ -108,7 +108,7 @@ def from_local(
     Raises:
         ValueError: `local` is not this rank's part of a tensor of `shape`, or the parts do not make
             up a whole, or it is split already.
-        TypeError: It is no tensor.
+        TypeError: It is no tensor, or one without rows in memory: sparse, nested or quantized.
     """
     _refuse_all_but_plain(local, "from_local")
     domain = domain_of(mesh)
@@ -151,6 +151,11 @@ def _refuse_all_but_plain(tensor: object, function: str) -> None:
         raise TypeError(
             f"{function} takes a tensor; got {type(tensor).__name__}. Make one of it by "
             "torch.as_tensor."
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(
+            f"{function} cuts rows out of dense tensors, and this one is sparse, nested or "
+            "quantized; give x.to_dense(), torch.nested.to_padded_tensor(x, 0) or x.dequantize()."
         )
     if is_field(tensor):
         raise ValueError(
@@ -199,7 +204,15 @@ def gather(tensor: Tensor) -> Tensor:
 
     Differentiable: each rank's gradient of the full tensor is a partial one, which is added up and
     split again.
+
+    Raises:
+        TypeError: It is no tensor.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"gather takes a tensor; got {type(tensor).__name__}. Gather each tensor in it: "
+            "[gather(x) for x in value]."
+        )
     if isinstance(tensor, LocalField):
         return tensor.whole()
     if not isinstance(tensor, DomainTensor):

@@ -1,6 +1,7 @@
 """Holds what the strategies of the Trainer and of Fabric share: options, mesh, collectives."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -59,7 +60,7 @@ class OnMesh:
         exact_random: bool | None = None,
         sharding: Sharding | ShardingOptions = "auto",
         checkpoint_format: Format = "auto",
-        init_weights_from: str | dict[str, str] | None = None,
+        init_weights_from: str | Path | dict[str, str] | None = None,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
         accelerator: FabricAccelerator | None = None,
@@ -118,11 +119,19 @@ class OnMesh:
         self.peers = Peers(self._is_interrupted, self._explain)
         self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.steps = Steps()
+        split_dims(shard_dims)  # refuses what are no dims
         self.shard_dims: ShardDims = shard_dims
         self.exact_random = exact_random
         self.first_weights = (
-            {"": init_weights_from} if isinstance(init_weights_from, str) else init_weights_from
-        ) or {}
+            {"": str(init_weights_from)}
+            if isinstance(init_weights_from, str | Path)
+            else init_weights_from or {}
+        )
+        if not isinstance(self.first_weights, Mapping):
+            raise ValueError(
+                "init_weights_from must be the path of a file, or a dict with one for each "
+                f"submodule; got {init_weights_from!r}."
+            )
         # new parameters by old ones, whose memory belongs to those who still hold them
         self._moved: MutableMapping[nn.Parameter, nn.Parameter] = WeakTensorKeyDictionary()
         self.announced = Announcements(by_default=shard_dims is None)
@@ -234,6 +243,7 @@ class OnMesh:
             "precision": type(precision).__name__,
             "shard_dims": self.shard_dims,
             "exact_random": self.exact_random,
+            "torch's default dtype": torch.get_default_dtype(),
             # the paths may differ: a node's own copy of a file
             "the list of parts with init_weights_from": sorted(self.first_weights),
         }

@@ -23,6 +23,7 @@ from lightning_shard.lightning import (
     fabric_rank_zero,
 )
 from lightning_shard.processes.agreement import Check, agree, next_name, only_wait
+from lightning_shard.processes.arguments import check_timeout, is_whole
 from lightning_shard.processes.device import default_backend, device_of, sees_own_device_only
 from lightning_shard.processes.failures.lone_waits import watch_lone_waits
 from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sub_mesh
@@ -88,13 +89,12 @@ class ProcessMesh:
             *([] if data_parallel_size == "auto" else [data_parallel_size]),
         ]
         known = self.domain_sizes or domain == "auto"
-        if not known or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        if not known or not all(is_whole(size) for size in sizes):
             raise ValueError(
                 "data_parallel_size and domain_parallel_size must be 1 or more, or 'auto'; got "
-                f"{data_parallel_size} and {domain_parallel_size}."
+                f"{data_parallel_size!r} and {domain_parallel_size!r}."
             )
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s}.")
+        check_timeout(timeout_s)
 
     @property
     def domain_size(self) -> int:
