@@ -22,6 +22,7 @@ class Checkpoints:
     _module: Any
     checkpoint_io: Any
     device_mesh: Any
+    processes: Any
     broadcast: Any
     optimizers: Any
     peers: Peers
@@ -30,6 +31,10 @@ class Checkpoints:
     samples: SampleOrder
     saver: Saver
     sharding_options: ShardingOptions
+
+    _is_compared = (
+        True  # whether all ranks begin with a checkpoint; asked from setup_environment on
+    )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights as the format wants them: whole on the first rank, or shards."""
@@ -75,6 +80,7 @@ class Checkpoints:
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a file, or this rank's parts of a directory, of any mesh."""
+        self._compare_resuming(True)
         return self.saver.read(
             checkpoint_path,
             self.checkpoint_io,
@@ -82,6 +88,16 @@ class Checkpoints:
             weights_only=weights_only,
             into_sharded=self.restore_checkpoint_after_setup,
         )
+
+    def _compare_resuming(self, begins: bool) -> None:
+        """Raise on all ranks if some read a checkpoint where others begin anew, once a stage.
+
+        Shards of a module that had no memory read it after their setup, and are not compared.
+        """
+        if not self._is_compared and not self.restore_checkpoint_after_setup:
+            self._is_compared = True
+            answer = {"the answer whether it begins with a checkpoint": str(begins)}
+            self.processes.compare("checkpoint", answer, check=self.peers.check)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load each rank's part of the weights."""

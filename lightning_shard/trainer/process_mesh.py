@@ -44,6 +44,13 @@ TRAINER_OPTIONS = (
 )  # fmt: skip
 # Ranks whose ModelCheckpoints differ in these would write other files.
 SAVER_OPTIONS = ("save_last", "save_top_k", "save_weights_only")
+# Callbacks that exchange messages, or change the network: one rank alone would wait for the others,
+# or pair its message with one of theirs.
+OF_ALL_RANKS = {
+    "EpochReport", "PredictionWriter", "RunReport", "StepProfile", "StopOnNonFinite",
+    "BaseFinetuning", "ModelPruning",
+}  # fmt: skip
+PROFILE_OPTIONS = ("wait", "warmup", "active")
 
 # lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
 _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
@@ -342,6 +349,11 @@ def options_of_all_ranks(trainer: Trainer) -> dict[str, str]:
     options["callbacks that save or stop"] = [
         f"{callback.state_key}, {_found(callback, SAVER_OPTIONS)}" for callback in together
     ]
+    options["callbacks that need all ranks"] = sorted(
+        f"{type(callback).__name__} {_found(callback, PROFILE_OPTIONS) or ''}".strip()
+        for callback in callbacks_of(trainer)
+        if OF_ALL_RANKS & {kind.__name__ for kind in type(callback).__mro__}
+    )
     options["schedule of accumulate_grad_batches"] = [
         callback.scheduling
         for callback in callbacks_of(trainer)

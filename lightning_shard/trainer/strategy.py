@@ -158,7 +158,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         """Start the process group, compare the options of the ranks, and arrange the mesh."""
         super().setup_environment()
         tell_of_unused_devices(self.root_device)
-        self._deferred = self._resumes = False
+        self._deferred = self._resumes = self._is_compared = False
         self.saver.forget()
         self.join(self.precision_plugin)
         self.processes.compare("options", self._options_alike(), check=self.peers.check)
@@ -224,6 +224,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
     def setup(self, trainer: Trainer) -> None:
         """Prepare plug-ins, parameters and optimizers in this order: each needs those before it."""
         self._resumes = trainer.ckpt_path is not None
+        self._compare_resuming(False)
         self._set_up_plugins(trainer)
         self._shard_parameters(trainer)
         if self.domain_size > 1 or isinstance(self._module, FSDPModule):

@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_shard import (
     FabricShardStrategy,
     HybridShardStrategy,
+    RunReport,
+    StepProfile,
+    StopOnNonFinite,
     process_info,
     start_process_group,
 )
@@ -220,6 +223,24 @@ def test_different_options_of_a_trainer(options, expected):
         runner.fit(make("simple_cnn", torch.float32), loader("simple_cnn", torch.float32, 2, 8))
 
 
+FOR_ALL = {
+    "StopOnNonFinite": StopOnNonFinite,
+    "RunReport": RunReport,
+    "StepProfile {'wait': 0.*'wait': 1": lambda: StepProfile(wait=dist.get_rank()),
+    "ModelPruning": lambda: ModelPruning("l1_unstructured"),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", FOR_ALL)
+def test_a_callback_of_one_rank_that_needs_all(name):
+    """Its message would be paired with one of the gradients, or waited for until `timeout_s`."""
+    alone = "wait" not in name and dist.get_rank() == 0
+    runner = trainer((2,), callbacks=[] if alone else [FOR_ALL[name]()])
+    with pytest.raises(ValueError, match=f"callbacks that need all ranks is .*{name}"):
+        runner.fit(make("simple_cnn", torch.float32), loader("simple_cnn", torch.float32, 2, 8))
+
+
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kept", [None, {"": "weights.safetensors"}], ids=["none", "another part"])
 def test_first_weights_of_one_rank(kept):
@@ -228,6 +249,19 @@ def test_first_weights_of_one_rank(kept):
     runner = trainer((2,), strategy={"init_weights_from": first})
     with pytest.raises(ValueError, match=r"parts with init_weights_from is \[.*\['conv1'\]"):
         runner.fit(make("simple_cnn", torch.float32), loader("simple_cnn", torch.float32, 2, 8))
+
+
+@pytest.mark.spmd(2)
+def test_a_checkpoint_of_one_rank():
+    """As where only one node has the file: the other would begin anew."""
+    runner = trainer((2,))
+    path = "last.ckpt" if dist.get_rank() == 1 else None
+    with pytest.raises(ValueError, match="begins with a checkpoint is False on rank 0 and True on"):
+        runner.fit(
+            make("simple_cnn", torch.float32),
+            loader("simple_cnn", torch.float32, 2, 8),
+            ckpt_path=path,
+        )
 
 
 @pytest.mark.spmd(2)
