@@ -125,7 +125,7 @@ def splitting(
     before = {name: vars(module)[name] for name in methods if name in vars(module)}
     running = set[int]()  # threads in which a method runs that was called from outside
     for name, method in calls.items():
-        split = functools.partial(_split, name, signatures[name], mesh, shard_dims)
+        split = functools.partial(_split, name, signatures[name], mesh, shard_dims, gather)
         setattr(module, name, _splitting(method, split, running, gather=gather))
     try:
         yield
@@ -208,6 +208,7 @@ def _split(
     signature: inspect.Signature,
     mesh: DeviceMesh | LocalMesh,
     shard_dims: ShardDims,
+    gather: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> inspect.BoundArguments:
@@ -217,7 +218,8 @@ def _split(
     except TypeError as err:
         raise TypeError(f"{name}(): {err}") from None
     given = _by_name(bound)
-    identities = {key: _identities(v) for key, v in given.items()}
+    identities: dict[str, Any] = {"shard_dims": str(shard_dims), "gather": gather}
+    identities |= {key: _identities(v) for key, v in given.items()}
     if not isinstance(mesh, LocalMesh) and (found := first_difference(identities, mesh)):
         ranks, argument = found
         raise DisagreementError(

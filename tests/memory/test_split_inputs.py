@@ -187,6 +187,12 @@ def test_ranks_that_call_with_other_values_are_told():
             net.encode(image(), scale=float(dist.get_rank()))
         with pytest.raises(DisagreementError, match="argument 'scale'"):
             net.encode(image(), **({"scale": 2.0} if dist.get_rank() else {}))
+    for name, value in {"shard_dims": 2 + dist.get_rank(), "gather": dist.get_rank() == 0}.items():
+        with (
+            split_inputs(net, mesh_of(2), methods=["encode"], **{name: value}),
+            pytest.raises(DisagreementError, match=f"argument '{name}'"),
+        ):
+            net.encode(image())
 
 
 @pytest.mark.spmd(2)
