@@ -87,8 +87,11 @@ def slab_of(
 
     Raises:
         ValueError: `shard_dims` names a dim that the field does not have, or that of the samples.
+        TypeError: `dtype` is none of torch's.
         RuntimeError: The trainer has not started its processes yet.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, such as torch.float32; got {dtype!r}.")
     shape = tuple(shape)
     whole = Slab(shape, tuple(slice(0, n) for n in shape), is_split=False)
     if getattr(getattr(trainer, "strategy", None), "reads_by_tiles", False):

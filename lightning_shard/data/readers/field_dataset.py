@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_shard.data.readers.field_file import FieldFile
 from lightning_shard.data.readers.opened import mark_of
 from lightning_shard.data.slab import slab_of
+from lightning_shard.processes.arguments import names_of
 
 
 class FieldDataset(Dataset[dict[str, Any]]):
@@ -35,6 +36,7 @@ class FieldDataset(Dataset[dict[str, Any]]):
 
     Raises:
         FileNotFoundError: There is no such file.
+        TypeError: `entries` has no names, `samples` no whole numbers, or `dtype` is none.
         ValueError: The file cannot be read, lacks an array, or has fewer samples; or its arrays
             have several numbers of samples.
     """
@@ -44,13 +46,18 @@ class FieldDataset(Dataset[dict[str, Any]]):
         path: str | Path,
         entries: Sequence[str] | Mapping[str, str] = ("x", "y"),
         trainer: Any = None,
-        samples: range | None = None,
+        samples: Sequence[int] | None = None,
         group: str = "",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.file, self.dtype = FieldFile(path, group), dtype
-        names = entries if isinstance(entries, Mapping) else {name: name for name in entries}
-        self.arrays = dict(names)
+        self.arrays = (
+            dict(entries)
+            if isinstance(entries, Mapping)
+            else {name: name for name in names_of(entries, "entries")}
+        )
+        if not self.arrays:
+            raise ValueError("entries must name one array or more; got none.")
         shapes = self.file.shapes(tuple(self.arrays.values()))
         counts = {array: count for array, (count, _) in shapes.items()}
         stored = min(counts.values())
@@ -61,7 +68,7 @@ class FieldDataset(Dataset[dict[str, Any]]):
                 f"have several numbers; write the file anew, or give samples=range({stored}) if "
                 "the first ones belong together."
             )
-        self.samples = range(stored) if samples is None else samples
+        self.samples = range(stored) if samples is None else _numbers(samples)
         outside = [n for n in self.samples if not 0 <= n < stored]
         if outside:
             raise ValueError(
@@ -86,3 +93,15 @@ class FieldDataset(Dataset[dict[str, Any]]):
             )
             for key, slab in self.slabs.items()
         }
+
+
+def _numbers(samples: Any) -> Sequence[int]:
+    """Return the numbers of samples, also of an array or a tensor."""
+    numbers = samples.tolist() if hasattr(samples, "tolist") else samples
+    is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str)
+    if not is_list or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        raise TypeError(
+            f"samples must be the numbers of samples, such as range(100); got {samples!r}. Those "
+            "of a mask are mask.nonzero()[0]."
+        )
+    return numbers

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_shard.data.readers.opened import damaged, mark_of, optional
 from lightning_shard.data.readers.pictures import ImageFile
 from lightning_shard.data.slab import slab_of
+from lightning_shard.processes.arguments import names_of
 
 _VOXELS = 0.5  # by which the files of a sample may lie apart
 PICTURES = (".tif", ".tiff")
@@ -100,6 +101,7 @@ class VolumeDataset(Dataset[dict[str, Any]]):
 
     Raises:
         FileNotFoundError: There is no such file.
+        TypeError: `files` is no mapping, `labels` has no names, or `dtype` is none of torch's.
         ValueError: A file is no NIfTI file, a folder lacks a file of a sample, or the files of a
             sample do not fit together.
     """
@@ -111,6 +113,14 @@ class VolumeDataset(Dataset[dict[str, Any]]):
         labels: Sequence[str] = ("label",),
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        if not isinstance(files, Mapping) or not files:
+            raise TypeError(
+                "files must map each key of a sample to its files, such as "
+                f"{{'image': 'imagesTr'}}; got {files!r}."
+            )
+        labels = names_of(labels, "labels")
+        if unknown := [key for key in labels if key not in files and key != "label"]:
+            raise ValueError(f"labels names {unknown[0]!r}, but files has {[*files]}; use these.")
         self.files = {key: _files(where) for key, where in files.items()}
         self.dtypes = {key: torch.int64 if key in labels else dtype for key in files}
         self._marks = {key: [mark_of(path) for path in found] for key, found in self.files.items()}

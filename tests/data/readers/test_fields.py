@@ -361,6 +361,14 @@ def test_entries_of_several_numbers_of_samples(suffix, tmp_path):
     for samples in (range(-1, 2), range(3, 6)):
         with pytest.raises(ValueError, match=r"holds 5 samples, but sample .* from 0 to 4"):
             FieldDataset(path, samples=samples)
+    assert len(FieldDataset(path, "x", samples=np.array([5, 0]))) == 2
+    for samples in (np.array([True, False]), [0.0, 1.0], 4, "34"):
+        with pytest.raises(TypeError, match=r"must be the numbers of samples.* got"):
+            FieldDataset(path, ["x"], samples=samples)
+    with pytest.raises(TypeError, match=r"must be a torch.dtype, such as .* got 'float32'"):
+        FieldDataset(path, ["x"], dtype="float32")
+    with pytest.raises(ValueError, match="entries must name one array"):
+        FieldDataset(path, [])
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])

@@ -114,6 +114,10 @@ def test_mistakes(tmp_path):
     save(tmp_path / "e.nii", IMAGES[0], slope=0.5)
     with pytest.raises(ValueError, match=r"e.nii must hold whole numbers, as a file of labels"):
         VolumeDataset({"label": [tmp_path / "e.nii"]})[0]
+    with pytest.raises(TypeError, match=r"files must map each key of a sample .* got \['b.nii'\]"):
+        VolumeDataset(["b.nii"])
+    with pytest.raises(ValueError, match=r"labels names 'msk', but files has \['image', 'mask'\]"):
+        VolumeDataset({"image": tmp_path / "b.nii", "mask": tmp_path / "b.nii"}, labels=["msk"])
 
 
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
