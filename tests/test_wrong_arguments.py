@@ -17,9 +17,11 @@ from lightning_shard import (
     from_local,
     gather,
     in_tiles,
+    init_mesh,
     launch,
     load_weights,
     parallelize,
+    register_rule,
     save_weights,
     shard,
     split_inputs,
@@ -80,6 +82,8 @@ OF_ONE_PROCESS: dict[str, Wrong] = {
     "methods in tiles": (
         lambda: entered(in_tiles)(NET, 2, methods=[NET.forward]), Type, "methods must be names",
     ),
+    "rule of a name": (lambda: register_rule("svd"), Type, r"@register_rule\(torch.erfcx\); got"),
+    "rule of nothing": (lambda: register_rule(), Type, r"got \(\)"),
     "gather of a list": (lambda: gather([X]), Type, "gather takes a tensor; got list"),
 }  # fmt: skip
 
@@ -90,6 +94,10 @@ OF_A_MESH: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "dims": (lambda mesh: shard(X, mesh, [2.0]), Value, rf"dims {DIM} \[2.0\]"),
     "dims of a part": (lambda mesh: from_local(X, mesh, None), Value, f"dims {DIM} None"),
     "dim as a bool": (lambda mesh: shard(X, mesh, True), Value, f"dims {DIM} True"),
+    "size of a mesh": (lambda mesh: init_mesh({"domain": "2"}), Value, "must be whole numbers"),
+    "device of a mesh": (
+        lambda mesh: init_mesh({"domain": 2}, "cdua"), Value, "'cdua' is none that .* one of cpu",
+    ),
     "sparse": (lambda mesh: shard(torch.eye(3).to_sparse(), mesh, 0), Type, r"x.to_dense\(\)"),
     "nested": (lambda mesh: shard(nested_tensor([X[0]]), mesh, 0), Type, "to_padded_tensor"),
     "a class": (lambda mesh: parallelize(nn.Linear, mesh), Type, f"{MODULE} the class Linear"),

@@ -117,6 +117,7 @@ def register_rule(*functions: Function, limits: str = "") -> Callable[[R], R]:
 
     Raises:
         ValueError: A function has a rule already.
+        TypeError: There is no function, or one of them is none, such as its name.
 
     Example:
         >>> @register_rule(torch.fake_quantize_per_tensor_affine)
@@ -125,7 +126,18 @@ def register_rule(*functions: Function, limits: str = "") -> Callable[[R], R]:
         ...         raise UnsupportedOperationError("a scale that is a tensor")
         ...     return x.like(func(x.local, scale, zero_point, quant_min, quant_max))
     """
-    return implements(*functions, limits=limits, checked=False)
+    if not functions or not all(callable(function) for function in functions):
+        raise TypeError(
+            "register_rule takes the functions that users call, such as torch.erfcx, and decorates "
+            f"the rule: @register_rule(torch.erfcx); got {functions!r}."
+        )
+
+    def register(rule: R) -> R:
+        if not callable(rule):
+            raise TypeError(f"the rule of {name_of(functions[0])} is no function; got {rule!r}.")
+        return implements(*functions, limits=limits, checked=False)(rule)
+
+    return register
 
 
 def implements_operator(name: str, limits: str = "") -> Callable[[R], R]:

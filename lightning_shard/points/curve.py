@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_shard.data.tree import entries_of, with_entries
 from lightning_shard.domain.layout import partition
+from lightning_shard.processes.arguments import is_whole
 
 
 def curve_order(points: Tensor) -> Tensor:
@@ -50,7 +51,19 @@ def _place_on_curve(cells: list[Tensor], bits: int) -> Tensor:
 
 
 def crossing_edges(edge_index: Tensor, nodes: int, ranks: int) -> int:
-    """Count the edges (2, E) that join nodes of two ranks, when `ranks` share the nodes."""
+    """Count the edges (2, E) that join nodes of two ranks, when `ranks` share the nodes.
+
+    Raises:
+        ValueError: There are no ranks, or an edge has a node that is not among `nodes`.
+    """
+    if not is_whole(ranks):
+        raise ValueError(f"ranks must be a whole number from 1 on; got {ranks!r}.")
+    highest = int(edge_index.max()) if edge_index.numel() else -1
+    if not is_whole(nodes, highest + 1):
+        raise ValueError(
+            f"nodes must be their whole number, more than {highest}, the highest in edge_index; "
+            f"got {nodes!r}."
+        )
     offsets = torch.tensor(partition(nodes, ranks)[1:], device=edge_index.device)
     owners = torch.bucketize(edge_index, offsets, right=True)
     return int((owners[0] != owners[1]).sum())

@@ -41,3 +41,11 @@ def test_which_edges_cross():
     assert crossing_edges(edges, 5, 2) == 2
     assert crossing_edges(edges, 5, 1) == 0
     assert crossing_edges(edges[:, :0], 5, 2) == 0
+
+
+def test_crossing_edges_of_fewer_nodes_are_refused():
+    edges = torch.tensor([[0, 5], [1, 2]])
+    for nodes, ranks, words in ((5, 2, "more than 5.* got 5"), (6, 0, "ranks must be .* got 0")):
+        with pytest.raises(ValueError, match=words):
+            crossing_edges(edges, nodes, ranks)
+    assert crossing_edges(edges, 6, 2) == 1
