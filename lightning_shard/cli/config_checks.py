@@ -32,6 +32,11 @@ def check_numbers(config: Any, given: Given) -> None:
     Raises:
         UsageError: With one sentence.
     """
+    for key in ("trainer", "trainer.strategy"):
+        if config.get(key, 0) is None:  # as where all lines below it are comments
+            raise UsageError(
+                f"{key}{_at(given, key)} has no options; write one below it, or leave it out"
+            )
     words = config.trainer.devices
     if isinstance(words, str) and not re.fullmatch(r"auto|-1|[\d, ]*\d[\d, ]*", words):
         raise UsageError(
