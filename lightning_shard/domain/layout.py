@@ -241,8 +241,9 @@ def listed_dims(dims: int | Sequence[int], name: str = "dims") -> tuple[int, ...
     Raises:
         ValueError: They are no whole numbers; the message calls them by `name`.
     """
+    given: Any = dims
     is_many = isinstance(dims, Sequence) and not isinstance(dims, str | bytes)
-    chosen: tuple[Any, ...] = tuple(dims) if is_many else (dims,)
+    chosen: tuple[Any, ...] = tuple(given) if is_many else (given,)
     if not all(isinstance(d, int) and not isinstance(d, bool) for d in chosen):
         raise ValueError(
             f"{name} must be the number of a tensor dim, or a list with one for each mesh axis, "

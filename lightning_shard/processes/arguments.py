@@ -42,10 +42,9 @@ def names_of(names: str | Iterable[str], argument: str) -> tuple[str, ...]:
     Raises:
         TypeError: They are no names; the message calls them by `argument`.
     """
-    found: tuple[Any, ...] = ()
-    if isinstance(names, str | Iterable):
-        found = (names,) if isinstance(names, str) else tuple(names)
-    if not isinstance(names, str | Iterable) or not all(isinstance(name, str) for name in found):
+    given: Any = (names,) if isinstance(names, str) else names
+    found = tuple[Any, ...](given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(name, str) for name in found):
         raise TypeError(f"{argument} must be names, as strings in a list; got {names!r}.")
     return found
 
@@ -55,7 +54,7 @@ def is_whole(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_timeout(timeout_s: object) -> None:
+def check_timeout(timeout_s: Any) -> None:
     """Refuse what is no time that a wait may last.
 
     Raises:

@@ -164,7 +164,7 @@ def total_over_ranks(number: int) -> int:
         ({"sharding": "zero"}, "the mode of sharding must be one of 'auto', 'none', .* got"),
         ({"shard_size": 2}, "shard_size 2 needs sharding 'hybrid'; got sharding 'full'"),
         ({"wrap": ["Block"], "min_num_params": 9}, "both choose the blocks; give one of them"),
-        ({"prefetch": 0}, "prefetch must be 1 or more blocks; got 0"),
+        ({"prefetch": 0}, "prefetch must be a whole number from 1 on; got 0"),
         ({"mp_policy": {"dtype": "bfloat16"}}, "mp_policy has no field 'dtype'; its fields are"),
         ({"mp_policy": {"param_dtype": "int8"}}, "must be a floating-point dtype"),
         ({"checkpoint_keeps": ["mm"]}, "give activation_checkpointing, too"),
