@@ -167,3 +167,29 @@ def bytes_of_states(task):
 def test_parameters_that_no_rank_uses_have_no_states():
     task = Task(Net(), None, [copy.deepcopy(FIELDS.dataset[0])], (1, 2))
     assert planned(Net()).memory_by_cause["optimizer"] == on_each_rank(bytes_of_states, task)[0]
+
+
+class Grows(Net):
+    def training_step(self, batch):
+        grown = nn.functional.interpolate(self.layer(batch), (29, 8), mode="bilinear")
+        return grown.square().mean()
+
+
+def test_a_plan_of_an_interpolation_knows_which_rows_it_reads():
+    """They are kept: a step after the plan reads the same."""
+    sent = planned(Grows()).sent_for_fields
+    task = Task(Grows(), None, [FIELDS.dataset[0]], (1, 2), simulated=True)
+    (loss, _), whole = on_each_rank(loss_of, task), Grows().training_step(FIELDS.dataset[0])
+    torch.testing.assert_close(loss, whole.detach())
+    assert planned(Grows()).sent_for_fields == sent
+    assert sent == 2 * 8 * 4 + 4 * 8 * 4 + 8  # a row of the field, one of the layer's, the sum
+
+
+class Losses(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        self.loss = outputs["loss"].detach()
+
+
+def loss_of(task):
+    run_here(task, found := Losses())
+    return found.loss

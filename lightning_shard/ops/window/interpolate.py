@@ -27,6 +27,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.window.adaptive_pool import average_rows
+from lightning_shard.processes.torch_private.internals import without_modes
 from lightning_shard.processes.torch_private.typed import integers
 
 HALF_WIDTH = {"nearest": 0.5, "nearest-exact": 0.5, "linear": 1, "bilinear": 1, "trilinear": 1,
@@ -88,7 +89,8 @@ def band(resize: Resize) -> Band:
     dtype, device = resize.dtype, resize.device
     ratio = max(extent / output, 1 / scale if scale else 0, 1) if kernel.antialias else 1
     period = min(4 * math.ceil(HALF_WIDTH[kernel.mode] * ratio) + 6, extent)
-    with torch.autocast(device.type, enabled=False):
+    # fake tensors have no numbers, and the rows that are read are kept (`_needs`)
+    with without_modes(), torch.autocast(device.type, enabled=False):
         rows = torch.arange(extent, device=device)
         center = kernel(rows.to(dtype).view(1, 1, 1, -1), output, scale).view(-1)
         base = (center.floor().long() - period // 2).clamp(0, extent - period)
