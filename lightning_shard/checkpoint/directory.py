@@ -61,6 +61,14 @@ def is_sharded(path: str | Path) -> bool:
     return (Path(path) / METADATA).is_file()
 
 
+def no_checkpoint(path: Path) -> str:
+    """Return a sentence on a directory that is none, with the checkpoints that are in it."""
+    inside = ", ".join(sorted(x.name for x in path.glob("*.ckpt") if x.exists()))
+    if inside:
+        return f"'{path}' is a folder of checkpoints; name one of them: {inside}."
+    return f"'{path}' is a directory without a checkpoint in it."
+
+
 def write(path: Path, tensors: Tree, rest: Tree, about: Tree) -> None:
     """Write what `split_off` gave. All ranks call it, and all raise if one of them fails.
 
@@ -189,7 +197,7 @@ def check(folder: Path) -> None:
     if problem := problem_of(folder, dist.get_rank(), dist.get_world_size()):
         raise DamagedError(f"'{folder}' is incomplete: {problem}; {EARLIER}.")
     if not is_sharded(folder):
-        raise DamagedError(f"'{folder}' is a directory without a checkpoint in it.")
+        raise DamagedError(no_checkpoint(folder))
 
 
 def read_directory(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.checkpoint.directory import REST, is_sharded, read_directory
+from lightning_shard.checkpoint.directory import REST, is_sharded, no_checkpoint, read_directory
 from lightning_shard.checkpoint.foreign import as_lightning
 from lightning_shard.checkpoint.manifest import problem_of, read_manifest
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, compare_all, read_safetensors
@@ -79,7 +79,7 @@ def _directory(path: Path, trusted: bool) -> Opened:
     if problem := problem_of(path):
         return Opened("sharded directory", {}, problem, manifest)
     if not is_sharded(path):
-        raise ValueError(f"'{path}' is a directory without a checkpoint in it.")
+        raise ValueError(no_checkpoint(path))
     content = read_directory(path, not trusted, checked=True)
     if manifest:
         return Opened("sharded directory", content, None, manifest)

@@ -14,7 +14,9 @@ from lightning_shard.cli.usage import UsageError
 from lightning_shard.processes.nearest import nearest
 
 SPEC = ("class_path", "init_args", "dict_kwargs")
-STRATEGY = "lightning_shard.trainer.on_mesh.OnMesh"  # it has the constructor of our strategies
+STRATEGY = (
+    "lightning_shard.trainer.on_mesh.ShardStrategy"  # it has the constructor of our strategies
+)
 _TRAINERS = (
     "lightning.pytorch.trainer.trainer.Trainer",
     "pytorch_lightning.trainer.trainer.Trainer",

@@ -46,7 +46,7 @@ from lightning_shard.trainer.fabric_modules import (
 from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered, through
 from lightning_shard.trainer.host import FabricScriptLauncher, own_batches
 from lightning_shard.trainer.metrics_once import count_metrics_over
-from lightning_shard.trainer.on_mesh import OnMesh, register
+from lightning_shard.trainer.on_mesh import ShardStrategy, register
 from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts
 from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
 from lightning_shard.trainer.replica_samplers import (
@@ -64,7 +64,7 @@ from lightning_shard.trainer.steps import step_by_mean_loss
 from lightning_shard.trainer.streams import compared_at_end
 
 
-class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - OnMesh comes first
+class FabricShardStrategy(ShardStrategy, FabricParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - ShardStrategy comes first
     """Shards parameters and splits batches in a loop of Fabric.
 
     Each method does for a loop of one's own what HybridShardStrategy does for the Trainer.

@@ -37,8 +37,11 @@ if TYPE_CHECKING:
     from lightning_shard.data.split import ShardDims
 
 
-class OnMesh:
-    """Mixin of a strategy: its processes are data replicas x domain ranks."""
+class ShardStrategy:
+    """Mixin of a strategy: its processes are data replicas x domain ranks.
+
+    An option that there is not is refused by Python in the name of this class.
+    """
 
     # each of Lightning's strategies has these
     global_rank: Any

@@ -253,7 +253,7 @@ def refuse_misfit(world: int, domain: Sequence[int], data: int | Literal["auto"]
         raise ValueError(
             f"domain_parallel_size {shape} does not divide the {processes}; "
             f"use {'' if world == 1 else 'one of '}{fitting}, or start a multiple of {per_sample} "
-            "processes."
+            f"processes, as devices={per_sample} does."
         )
     if data not in ("auto", world // per_sample):
         raise ValueError(

@@ -57,7 +57,7 @@ from lightning_shard.trainer.host import (
 from lightning_shard.trainer.interrupted_save import say_what_was_not_saved
 from lightning_shard.trainer.logged_values import LoggedValues
 from lightning_shard.trainer.metrics_once import count_domains_once
-from lightning_shard.trainer.on_mesh import OnMesh, register
+from lightning_shard.trainer.on_mesh import ShardStrategy, register
 from lightning_shard.trainer.ordered_batches import unfinished
 from lightning_shard.trainer.parameter_counts import count_pairs_once
 from lightning_shard.trainer.precision import clip_over_shards, refuse_to_drop_imaginary_parts
@@ -71,7 +71,7 @@ from lightning_shard.trainer.uneven_evaluation import UnevenEvaluation
 from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
 
 
-class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - OnMesh comes first
+class HybridShardStrategy(ShardStrategy, Checkpoints, ParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - ShardStrategy comes first
     """Shards parameters over all processes and splits the fields of each sample over some of them.
 
     The processes form a mesh of data replicas x domain ranks. Data replicas read different samples;

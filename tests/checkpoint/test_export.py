@@ -154,6 +154,7 @@ def test_what_is_refused(saved, tmp_path, capsys):
     (tmp_path / "loop.ckpt").symlink_to("loop.ckpt")
     refused(capsys, ["export", tmp_path / "loop.ckpt", tmp_path / "a.pt"], "there is no file")
     refused(capsys, ["inspect", tmp_path], "is a directory without a checkpoint in it")
+    refused(capsys, ["inspect", saved], "one of them: directory.ckpt, file.ckpt")
     refused(capsys, ["inspect", tmp_path / "none.ckpt"], "there is no file")
     cut = tmp_path / "cut.ckpt"
     cut.write_bytes(file.read_bytes()[:-100])

@@ -85,7 +85,7 @@ def test_parameters_shared_within_a_part_of_the_processes():
         (
             ("auto", (3, 2)),
             "domain_parallel_size 3 x 2 does not divide the 4 processes; use one of 1, 2, 4, or "
-            "start a multiple of 6 processes.",
+            "start a multiple of 6 processes, as devices=6 does.",
         ),
         (
             (3, 2),
@@ -100,6 +100,11 @@ def test_parameters_shared_within_a_part_of_the_processes():
 def test_sizes_that_do_not_fit_the_processes(sizes, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         joined(*sizes)
+
+
+def test_an_option_that_there_is_not():
+    with pytest.raises(TypeError, match=r"^ShardStrategy.*unexpected keyword argument 'domain'"):
+        HybridShardStrategy(domain=2)
 
 
 def test_a_domain_of_two_for_one_process():
