@@ -179,6 +179,9 @@ def _value(option: Option, hint: Any, text: str, given: Given) -> UsageError:
 
 
 def _class(option: Option, path: str, why: str, bases: list[type], given: Given) -> UsageError:
+    _, needs, package = why.partition("needs the package ")
+    if needs:  # a workload of this package lacks an extra
+        return UsageError(f"{option.key} {option.where}: {path} {needs}{package.rstrip('.')}")
     import_short_names()
     module, _, name = path.rpartition(".")
     known = {cls.__name__ for base in bases for cls in _family(base)}

@@ -125,7 +125,8 @@ def _path_of(name: str) -> str:
         return name
     configs = named_configs()
     if name not in configs:
-        close = nearest(name, configs, "the package has")
+        longer = [config for config in configs if name in config]
+        close = nearest(name, longer or configs, "the package has")
         raise UsageError(
             f"there is no file '{name}', and no config of this name came with the package{close}"
         )

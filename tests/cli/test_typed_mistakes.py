@@ -5,10 +5,12 @@ right word. None is accepted.
 """
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+import lightning_modules
 from lightning_shard.cli import messages
 from tests.cli.test_errors import error_of
 from tests.cli.test_errors import one_quiet_process as one_quiet_process
@@ -326,6 +328,19 @@ class Recorded:
             return found
 
         return find
+
+
+def test_a_class_whose_extra_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "threadpoolctl", None)
+    for module in [name for name in sys.modules if name.startswith("lightning_modules.darcy")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(vars(lightning_modules), "TFNODarcy", raising=False)
+    sentence, _ = error_of(capsys, "fit", "--model", "lightning_modules.TFNODarcy")
+    assert sentence == (
+        "model on the command line: lightning_modules.TFNODarcy needs the package "
+        "'threadpoolctl', which is not installed; pip install 'lightning-shard[workloads]' "
+        "installs it"
+    )
 
 
 def test_every_expression_has_words():

@@ -137,6 +137,8 @@ def test_a_file_comes_before_a_bare_name():
 def test_an_unknown_bare_name():
     with pytest.raises(UsageError, match=r"no config of this name .*; did you mean 'tfno_darcy'"):
         find_configs(["fit", "--config", "tfno_dracy"])
+    with pytest.raises(UsageError, match=r"the package has t5_docstrings, t5_wikihow"):
+        find_configs(["fit", "--config", "t5"])
 
 
 def test_a_file_of_a_hundred_thousand_values_is_too_large(monkeypatch):
