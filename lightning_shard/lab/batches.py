@@ -107,6 +107,13 @@ def batches_in_turn(data: Data, count: int) -> list[Any]:
         return found
 
 
+def kind_of(given: Any) -> str:
+    """Name the class of an argument; a class itself was given where an object was meant."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}; write {given.__name__}()"
+    return type(given).__name__
+
+
 def _of_training(data: Data) -> DataLoader[Any]:
     if isinstance(data, LightningDataModule):
         data.prepare_data()
@@ -114,8 +121,8 @@ def _of_training(data: Data) -> DataLoader[Any]:
     loader: Any = data.train_dataloader() if isinstance(data, LightningDataModule) else data
     if not isinstance(loader, DataLoader):
         raise ValueError(
-            f"one DataLoader of training batches is needed; got {type(loader).__name__}. Give "
-            "one that yields what training_step takes."
+            "a LightningDataModule, or one DataLoader of training batches, is needed; got "
+            f"{kind_of(loader)}."
         )
     return loader
 

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.data.tree import leaves_of, map_leaves
-from lightning_shard.lab.batches import STEPS, Stage, copy_of
+from lightning_shard.lab.batches import STEPS, Stage, copy_of, kind_of
 from lightning_shard.lab.simulate import simulate
 from lightning_shard.lightning import (
     Callback,
@@ -92,8 +92,11 @@ class Task:
     simulated: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a module of the other package of Lightning."""
+        """Refuse what is no module, or one of the other package of Lightning."""
         refuse_mixture(self.module)
+        given: Any = self.module
+        if not isinstance(given, LightningModule):
+            raise TypeError(f"a LightningModule is needed; got {kind_of(given)}.")
 
 
 def on_each_rank(function: Callable[[Task], T], task: Task) -> list[T]:

@@ -213,8 +213,18 @@ def test_a_step_that_differs_between_ranks_is_recorded(module, sentence):
 
 
 def test_several_loaders_are_refused():
-    with pytest.raises(ValueError, match="one DataLoader of training batches is needed; got list"):
+    with pytest.raises(ValueError, match="one DataLoader of training batches, is needed; got list"):
         lightning_shard.check(Net(), [data(), data()])
+
+
+@pytest.mark.parametrize("try_out", [lightning_shard.check, lightning_shard.plan])
+def test_a_class_or_a_network_is_refused(try_out):
+    with pytest.raises(TypeError, match=r"needed; got the class Net; write Net\(\)\.$"):
+        try_out(Net, data())
+    with pytest.raises(TypeError, match=r"a LightningModule is needed; got Linear\.$"):
+        try_out(torch.nn.Linear(2, 2), data())
+    with pytest.raises(ValueError, match=r"needed; got the class DataLoader; write DataLoader\("):
+        try_out(Net(), DataLoader)
 
 
 class StopsIn(Net):
