@@ -5,6 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -138,3 +139,11 @@ def test_a_path_of_first_weights():
 def test_one_class_without_a_list():
     """A word is a size for activation_offload alone; it had meant all blocks here."""
     assert ShardingOptions(activation_checkpointing="Block").activation_checkpointing == ["Block"]
+
+
+@pytest.mark.spmd(2)
+def test_numbers_of_numpy_are_numbers():
+    two, later = np.int64(2), np.float32(90)
+    HybridShardStrategy(domain_parallel_size=two, shard_dims=[two], timeout_s=later)
+    x = torch.randn(1, 1, 4, 3)
+    assert shard(x, mesh_of(2), [two]).to_local().shape == (1, 1, 2, 3)

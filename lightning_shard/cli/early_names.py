@@ -14,9 +14,8 @@ from lightning_shard.cli.usage import UsageError
 from lightning_shard.processes.nearest import nearest
 
 SPEC = ("class_path", "init_args", "dict_kwargs")
-STRATEGY = (
-    "lightning_shard.trainer.on_mesh.ShardStrategy"  # it has the constructor of our strategies
-)
+# it has the constructor of our strategies
+STRATEGY = "lightning_shard.trainer.on_mesh.ShardStrategy"
 _TRAINERS = (
     "lightning.pytorch.trainer.trainer.Trainer",
     "pytorch_lightning.trainer.trainer.Trainer",

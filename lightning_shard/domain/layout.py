@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import Any, NamedTuple
 
 
@@ -244,12 +245,12 @@ def listed_dims(dims: int | Sequence[int], name: str = "dims") -> tuple[int, ...
     given: Any = dims
     is_many = isinstance(dims, Sequence) and not isinstance(dims, str | bytes)
     chosen: tuple[Any, ...] = tuple(given) if is_many else (given,)
-    if not all(isinstance(d, int) and not isinstance(d, bool) for d in chosen):
+    if not all(not isinstance(d, bool) and isinstance(d, Integral) for d in chosen):
         raise ValueError(
             f"{name} must be the number of a tensor dim, or a list with one for each mesh axis, "
             f"such as 2 or (2, 3); got {dims!r}."
         )
-    return chosen
+    return tuple(map(int, chosen))
 
 
 def splits_of(

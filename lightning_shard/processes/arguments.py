@@ -1,6 +1,7 @@
 """Checks arguments where they enter, for which Python's error would come from deep inside."""
 
 from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
@@ -50,8 +51,8 @@ def names_of(names: str | Iterable[str], argument: str) -> tuple[str, ...]:
 
 
 def is_whole(value: object, least: int = 1) -> bool:
-    """Return whether a value is a whole number from `least` on."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Return whether a value is a whole number from `least` on, of Python or of NumPy."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def check_timeout(timeout_s: Any) -> None:
@@ -60,8 +61,8 @@ def check_timeout(timeout_s: Any) -> None:
     Raises:
         ValueError: It is no positive and finite number.
     """
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < float("inf"):
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < float(timeout_s) < float("inf"):
         raise ValueError(
             f"timeout_s must be a positive and finite number of seconds, such as 1800; got "
             f"{timeout_s!r}."

@@ -32,9 +32,8 @@ class Checkpoints:
     saver: Saver
     sharding_options: ShardingOptions
 
-    _is_compared = (
-        True  # whether all ranks begin with a checkpoint; asked from setup_environment on
-    )
+    # whether all ranks begin with a checkpoint; asked from setup_environment on
+    _is_compared = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights as the format wants them: whole on the first rank, or shards."""

@@ -5,6 +5,7 @@ Shapes: S samples of C channels.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,9 @@ def _numbers(samples: Any) -> Sequence[int]:
     """Return the numbers of samples, also of an array or a tensor."""
     numbers = samples.tolist() if hasattr(samples, "tolist") else samples
     is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str)
-    if not is_list or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+    if not is_list or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
         raise TypeError(
             f"samples must be the numbers of samples, such as range(100); got {samples!r}. Those "
             "of a mask are mask.nonzero()[0]."
         )
-    return numbers
+    return numbers if isinstance(numbers, range) else [*map(int, numbers)]
