@@ -224,6 +224,7 @@ class OutlivesSignals:
 
 
 def _end_with_rank() -> None:
-    while signal.sigwaitinfo({SIGTERM}).si_pid != os.getppid():
+    rank: Any = multiprocessing.parent_process()  # os.getppid() may be a server of forks
+    while signal.sigwaitinfo({SIGTERM}).si_pid != rank.pid:
         pass
     os._exit(0)  # as torch's worker does, which would have an error raised otherwise

@@ -71,9 +71,11 @@ def test_a_users_seeding_of_workers_stays():
     assert found.worker_init_fn is seed
 
 
-@pytest.mark.parametrize("seed", [None, int], ids=str)
-def test_workers_of_a_training_outlive_signals(seed):
-    plain = DataLoader(range(8), num_workers=1, worker_init_fn=seed, multiprocessing_context="fork")
+@pytest.mark.parametrize(
+    ("seed", "start"), [(None, "fork"), (int, "fork"), (int, "forkserver")], ids=str
+)
+def test_workers_of_a_training_outlive_signals(seed, start):
+    plain = DataLoader(range(8), num_workers=1, worker_init_fn=seed, multiprocessing_context=start)
     loader, order, _ = given(plain, replicas=1, replica=0, stage=TrainerFn.FITTING)
     batches = iter(loader)
     (worker,) = batches._workers
