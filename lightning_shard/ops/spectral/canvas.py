@@ -1,10 +1,11 @@
 """A `Canvas` is a spectrum that is written: zeros to which modes of split tensors are assigned.
 
 In `out = torch.zeros(...); out[slices] = modes` the plain tensor becomes a `Canvas`, which records
-the assignment; the inverse transform reads the recorded modes, and nothing else is ever stored.
+the assignment; the inverse transform reads the recorded modes. Any other function makes it an
+ordinary split tensor first, into which the recorded modes are written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Seen, Subdomain
+from lightning_shard.ops.view.assign import layout_of_target, setitem
 from lightning_shard.ops.view.entries import expanded_index
 
 Positions = range | tuple[int, ...]
@@ -52,22 +54,6 @@ class Canvas:
         order = tuple(map(range, shape))
         return Canvas(shape, dtype, [], order, torch.empty(0, dtype=dtype, device=device))
 
-    @staticmethod
-    def like(plain: Tensor) -> "Canvas":
-        """Make a canvas in place of a plain tensor of zeros.
-
-        Raises:
-            UnsupportedOperationError: The tensor is not of zeros, or needs a gradient.
-        """
-        # a step that is planned has no numbers; its tensors are equal
-        values = torch.view_as_real(plain.detach().resolve_conj())  # equal knows no complex32
-        is_zero = torch.equal(values, values.new_zeros(()).expand_as(values))
-        if plain.requires_grad or not is_zero:
-            raise UnsupportedOperationError(
-                "modes of a split tensor can be assigned to a plain tensor of zeros only"
-            )
-        return Canvas.of(tuple(plain.shape), plain.dtype, plain.device)
-
     @property
     def ndim(self) -> int:
         """The number of dims."""
@@ -79,14 +65,31 @@ class Canvas:
         return self.writes[-1].modes.layout if self.writes else None
 
     def read(self) -> Subdomain:
-        """Refused: only an inverse transform reads what was assigned."""
-        raise UnsupportedOperationError(
-            "only an inverse transform can follow an assignment of modes"
-        )
+        """Return a split tensor of zeros with the recorded modes, split as the last of them.
+
+        Raises:
+            UnsupportedOperationError: Nothing was assigned, the halves were shifted since, or modes
+                were written after they were assigned.
+        """
+        writes = self.written()
+        places = [write.positions for write in writes]
+        if not writes or not all(isinstance(at, range) for place in places for at in place):
+            raise UnsupportedOperationError(
+                "only an inverse transform can follow a shift of modes, or no assignment of any"
+            )
+        slices = [tuple(slice(at.start, at.stop, at.step) for at in place) for place in places]
+        modes = writes[-1].modes
+        layout = layout_of_target(self.shape, slices[-1], modes)
+        part = modes.like(modes.local.new_zeros(layout.local_shape), layout)
+        for place, write in zip(slices, writes, strict=True):
+            setitem(Tensor.__setitem__, part, place, write.modes)
+        return part
 
     def settled(self) -> Subdomain:
-        """Refused, as `read`."""
-        return self.read()
+        """Return `read` with the graph of the modes; a tensor that keeps it can be written."""
+        is_inference = any(write.modes.local.is_inference() for write in self.writes)
+        with torch.inference_mode(is_inference), torch.enable_grad():
+            return self.read()
 
     def written(self) -> list[Write]:
         """Return the assignments, for an inverse transform.
@@ -101,21 +104,29 @@ class Canvas:
             )
         return self.writes
 
-    def assign(self, index: Any, value: Subdomain) -> None:
-        """Record that modes were assigned to a slice; nothing travels yet."""
-        entries = expanded_index(len(self.shape), index)
-        slices: list[slice] = [e for e in entries if isinstance(e, slice)]
-        if len(slices) < len(entries):
-            raise UnsupportedOperationError("modes are assigned to slices of a spectrum")
-        positions = tuple(shown[s] for shown, s in zip(self.order, slices, strict=True))
-        if value.shape != tuple(map(len, positions)):
-            raise UnsupportedOperationError(
-                f"modes of shape {value.shape} assigned to a place of shape "
-                f"{tuple(map(len, positions))}"
+    def takes(self, index: Any, shape: Sequence[int]) -> bool:
+        """Return whether modes of a shape can be recorded: at slices that hold none yet."""
+        positions = self._positions(index)
+        return (
+            positions is not None
+            and tuple(shape) == tuple(map(len, positions))
+            and not any(
+                all(set(a) & set(b) for a, b in zip(write.positions, positions, strict=True))
+                for write in self.writes
             )
-        for write in self.writes:
-            if all(set(a) & set(b) for a, b in zip(write.positions, positions, strict=True)):
-                raise UnsupportedOperationError("two assignments of modes to the same place")
+        )
+
+    def _positions(self, index: Any) -> tuple[Positions, ...] | None:
+        entries = expanded_index(len(self.shape), index, lists=True)
+        slices = [entry for entry in entries if isinstance(entry, slice)]
+        if len(slices) < len(entries):
+            return None
+        return tuple(shown[s] for shown, s in zip(self.order, slices, strict=True))
+
+    def assign(self, index: Any, value: Subdomain) -> None:
+        """Record that modes were assigned to slices that take them; nothing travels yet."""
+        positions = self._positions(index)
+        assert positions is not None
         modes = without_lost_graph(value.local.to(self.dtype))
         self.writes.append(Write(value.like(modes), positions, Seen.of(modes)))
 
@@ -134,6 +145,12 @@ class Canvas:
         canvas = Canvas.of(self.shape, self.dtype, self.local.device)
         canvas.writes += writes
         return canvas
+
+
+def has_values(x: Tensor) -> bool:
+    """Return whether a plain complex tensor is not of zeros; one that is planned has no numbers."""
+    values = torch.view_as_real(x.detach().resolve_conj())  # equal knows no complex32
+    return not torch.equal(values, values.new_zeros(()).expand_as(values))
 
 
 def without_lost_graph(x: Tensor) -> Tensor:

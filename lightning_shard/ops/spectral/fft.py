@@ -16,11 +16,18 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.domain.subdomain import Seen, Subdomain
 from lightning_shard.ops.autocast import cast_for
-from lightning_shard.ops.become import BecameSplit, shared_on_a_rank
+from lightning_shard.ops.become import BecameSplit, is_shared, shared_on_a_rank
 from lightning_shard.ops.registry import implements, implements_lazily, name_of, rule_for
-from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write, without_lost_graph
+from lightning_shard.ops.spectral.canvas import (
+    Canvas,
+    Positions,
+    Write,
+    has_values,
+    without_lost_graph,
+)
 from lightning_shard.ops.spectral.dft import scale
 from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
+from lightning_shard.ops.view.assign import written_to_field
 from lightning_shard.ops.view.entries import expanded_index
 from lightning_shard.ops.view.index import getitem, take_rows
 from lightning_shard.ops.view.shift import roll
@@ -202,10 +209,8 @@ def _dims(x: Any, dim: Any) -> list[int]:
 
 
 @implements_lazily(Tensor.__getitem__)
-def lazy_getitem(func: Callable[..., Any], x: Lazy, index: Any) -> Any:
+def lazy_getitem(func: Callable[..., Any], x: Spectrum, index: Any) -> Any:
     """Slices along transformed dims choose frequencies; the modes are then computed."""
-    if isinstance(x, Canvas):
-        raise UnsupportedOperationError("reading a spectrum to which modes were assigned")
     slices: list[slice] = expanded_index(x.ndim, index)
     modes = x.moved_by({d: functools.partial(_chosen, slices[d]) for d in x.dims}).read()
     others = tuple(slice(None) if d in x.dims else e for d, e in enumerate(slices))
@@ -224,19 +229,23 @@ def _chosen(entry: slice, kept: Positions) -> Positions:
 
 def is_served_lazily(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Return whether a function takes lazy spectra; for others all modes are computed before."""
+    part = getattr(args[0], "_part", None) if args else None
     if func is Tensor.__getitem__:
         entries = expanded_index(args[0].ndim, args[1])
-        return all(isinstance(entry, slice) for entry in entries)
-    if func is Tensor.__setitem__ and isinstance(getattr(args[0], "_part", None), Spectrum):
+        return not isinstance(part, Canvas) and all(isinstance(entry, slice) for entry in entries)
+    if func is Tensor.__setitem__ and isinstance(part, Canvas):
+        return hasattr(args[2], "_part") and part.takes(args[1], args[2].shape)
+    if func is Tensor.__setitem__ and isinstance(part, Spectrum):
         return False
     return rule_for(func, lazy=True) is not None
 
 
 @implements_lazily(Tensor.__setitem__)
-def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> BecameSplit | None:
+def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Any:
     """A plain complex tensor of zeros becomes a canvas with its first modes.
 
-    One that something else sees, as a view does, stays plain, and takes the modes of all ranks.
+    One that something else sees, as a view does, stays plain, and takes the modes of all ranks. One
+    that is no canvas for them becomes an ordinary split tensor.
     """
     spectral = isinstance(x, Canvas) or (isinstance(x, Tensor) and x.is_complex())
     if not spectral or not isinstance(value, Subdomain | Spectrum):
@@ -245,10 +254,15 @@ def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Be
         x.assign(index, value.read())
         return None
     modes = value.read()
-    if shared_on_a_rank(x, modes):
+    canvas = Canvas.of(tuple(x.shape), x.dtype, x.device)
+    if x.requires_grad or not canvas.takes(index, modes.shape):
+        return written_to_field(func, x, index, modes)
+    # values of `torch.empty` may be zeros on one rank alone
+    if modes.domain.any_says(lambda: is_shared(x) or has_values(x), modes.local.device):
+        if not shared_on_a_rank(x, modes):
+            return written_to_field(func, x, index, modes)
         func(x, index, gathered(modes))  # a view would see a part of the modes
         return None
-    canvas = Canvas.like(x)
     canvas.assign(index, modes)
     return BecameSplit(x, canvas)
 

@@ -113,6 +113,13 @@ def _written_to_plain(
     spectral = rule_for(func, lazy=True)
     if spectral is not None and x.is_complex() and isinstance(value, Subdomain):
         return spectral.run(func, x, index, value)
+    return written_to_field(func, x, index, value)
+
+
+def written_to_field(
+    func: Callable[..., Any], x: Tensor, index: Any, value: Any
+) -> BecameSplit | Tensor | None:
+    """Write into the plain tensor `x` as into a field, also where it is complex."""
     masks = isinstance(index, Subdomain) and index.dtype == torch.bool
     if not masks and any(
         isinstance(entry, Subdomain | Tensor) for entry in expanded_index(x.ndim, index, lists=True)
@@ -122,21 +129,21 @@ def _written_to_plain(
         setitem(func, part, index, value)
         x.copy_(part.local)
         return None
-    target = subdomains([index, value])[0].like(x, _layout_of_target(x, index, value))
+    target = subdomains([index, value])[0].like(x, layout_of_target(tuple(x.shape), index, value))
     return become_split(x, target, lambda part: setitem(func, part, index, value))
 
 
-def _layout_of_target(x: Tensor, index: Any, value: Any) -> Layout:
-    """Choose the split of the plain tensor `x` so that it can take split rows, or a split mask."""
+def layout_of_target(shape: tuple[int, ...], index: Any, value: Any) -> Layout:
+    """Choose the split of a plain tensor of a shape that is to take split rows, or a split mask."""
     if isinstance(index, Subdomain):
-        whole_dims = tuple((Factor(n),) for n in x.shape[index.ndim :])
+        whole_dims = tuple((Factor(n),) for n in shape[index.ndim :])
         return Layout(index.layout.dims + whole_dims, index.layout.grid)
-    kept = [d for d, e in enumerate(expanded_index(x.ndim, index)) if isinstance(e, slice)]
+    kept = [d for d, e in enumerate(expanded_index(len(shape), index)) if isinstance(e, slice)]
     splits: dict[int, tuple[int, ...]] = {}
     for d in value.layout.split_dims if isinstance(value, Subdomain) else ():
         if value.shape[d] > 1 and value.ndim - d <= len(kept):
             splits[kept[d - value.ndim]] = value.layout.axes(d)
-    return Layout.of(x.shape, splits, subdomains([index, value])[0].layout.grid)
+    return Layout.of(shape, splits, subdomains([index, value])[0].layout.grid)
 
 
 def _rows(x: Subdomain, dim: int, entry: int | slice) -> range:

@@ -92,7 +92,50 @@ def looked_at(x: Tensor) -> Tensor:
     return z.abs()
 
 
+def coils(x: Tensor) -> Tensor:
+    out = torch.zeros(2, *x.shape, dtype=torch.complex128)
+    out[0], out[1] = x * 1j, (x + 2).to(out.dtype)
+    return out.abs().sum(0)
+
+
+def of_empty(x: Tensor) -> Tensor:
+    out = torch.full(x.shape, 3j, dtype=torch.complex128)
+    out[1:4] = x[1:4] * (1 + 1j)
+    return out * 2
+
+
+def some_rows(x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.complex128)
+    out[1:5:2], out[:, 3:] = x[:2] * 1j, x[:, :1] * 2j
+    out[0, 1] = 7
+    return out[:, 1:] * 2
+
+
+def broadcast_rows(x: Tensor) -> Tensor:
+    out = torch.zeros(3, *x.shape, dtype=torch.complex128)
+    out[:] = x * 1j
+    return out.sum(0)
+
+
+def written_canvas(x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.complex128)
+    out[1:] = x[1:] * 1j
+    out.mul_(2)
+    out[0] = 1
+    out.real.add_(x)
+    return fft.ifft2(out).abs()
+
+
+def looked_at_canvas(x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.complex128)
+    out[1:] = x[1:] * 1j
+    with torch.no_grad():
+        norm = out.abs().sum()
+    return out * norm
+
+
 EXACT = [
+    coils, of_empty, some_rows, broadcast_rows, written_canvas, looked_at_canvas,
     scaled, real_part, row, assigned, turned_first, shifted_first, into_out, slice_alone,
     read_before, kept, no_graph, looked_at,
 ]  # fmt: skip
