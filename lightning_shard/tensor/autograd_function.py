@@ -182,6 +182,8 @@ def _left(output: Any, split: Sequence[bool], domain: Domain | None, function: A
         return output
     node.split = split
     if isinstance(output, DomainTensor):
+        with torch.no_grad():
+            output._part = output.subdomain  # computed, if it is a spectrum
         return DomainTensor(_left_part(output, getattr(node, "watched", ())))
     if domain is not None:
         output.register_hook(functools.partial(_mean_over_ranks, domain=domain))

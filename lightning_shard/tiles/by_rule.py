@@ -20,7 +20,7 @@ from lightning_shard.tiles.operation import Call
 from lightning_shard.tiles.results import Results
 from lightning_shard.tiles.tile_tensor import TileTensor
 from lightning_shard.tiles.views import note_views, note_write, refuse_write, renew
-from lightning_shard.tiles.whole import gathered_tiles
+from lightning_shard.tiles.whole import compute_result, gathered_tiles
 
 Function = Callable[..., Any]
 
@@ -39,7 +39,10 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule, args, kwargs = checked_call(func, args, kwargs, TileTensor)
     if rule is not None and rule.composes:
         return run_rule(rule, func, args, kwargs)
-    for x in unsettled(func, args, kwargs, split_in([args, kwargs], TileTensor)):
+    fields = [*split_in([args, kwargs], TileTensor)]
+    for x in fields:
+        compute_result(x)
+    for x in unsettled(func, args, kwargs, fields):
         with torch.enable_grad():
             made = by_rule(Tensor.clone, (x,), {})
         swapped(x, made, "a spectrum that autograd has saved cannot be computed; take its clone()")

@@ -64,6 +64,22 @@ def _layouts(tiles: Tiles, shape: Sequence[int], dims: int | Sequence[int]) -> l
     return [Layout.of(shape, splits, domain.grid) for domain in tiles.domains]
 
 
+def compute_result(field: TileTensor) -> None:
+    """Compute a spectrum that an autograd.Function returned, in place.
+
+    Its gradient is the Function's; the small graphs of a spectrum would begin at no input.
+    """
+    if not field.is_lazy or not field.has_gradient:
+        return
+
+    def compute(_: int, locals_: list[Any]) -> Subdomain:
+        part = locals_[0].read()
+        return part.like(part.local.clone())
+
+    field.parts = Call(field.tiles, [field], records=False).run(compute)
+    field.roots = ()
+
+
 def gathered_tiles(field: TileTensor, device: torch.device | None = None) -> Tensor:
     """Return the whole tensor of a field; a gradient of it is cut into tiles again.
 
@@ -72,6 +88,7 @@ def gathered_tiles(field: TileTensor, device: torch.device | None = None) -> Ten
         device: Where the whole tensor lies; by default where the field is.
     """
     field = fresh(field)
+    compute_result(field)
     layout = field.parts[0].layout
     records = torch.is_grad_enabled() and (bool(field.roots) or field.has_gradient)
     call = Call(field.tiles, [field], records=records)

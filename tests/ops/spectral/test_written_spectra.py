@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, fft
 
-from lightning_shard import UnsupportedOperationError, gather, shard
+from lightning_shard import UnsupportedOperationError, allow_function, gather, shard
 from tests.parity import mesh_of, tiles_of
 
 
@@ -134,7 +134,52 @@ def looked_at_canvas(x: Tensor) -> Tensor:
     return out * norm
 
 
+@allow_function
+class Transform(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return fft.fft(x, dim=0)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return fft.fft(grads[0].conj(), dim=0).real
+
+
+@allow_function
+class Imaginary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.zeros(x.shape, dtype=torch.complex128)
+        out[:] = x * 1j
+        return out
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0].imag
+
+
+def of_function(x: Tensor) -> Tensor:
+    return Transform.apply(x).abs() + x
+
+
+def inverse_of_function(x: Tensor) -> Tensor:
+    return fft.ifft(Transform.apply(x), dim=0).real * 2 + x
+
+
+def slice_of_function(x: Tensor) -> Tensor:
+    return Transform.apply(x)[1:4] * 2
+
+
+def gathered_function(x: Tensor) -> Tensor:
+    return gather(Transform.apply(x)) * 2
+
+
+def canvas_of_function(x: Tensor) -> Tensor:
+    return fft.ifft(Imaginary.apply(x), dim=0).abs() + x
+
+
 EXACT = [
+    of_function, inverse_of_function, slice_of_function, gathered_function, canvas_of_function,
     coils, of_empty, some_rows, broadcast_rows, written_canvas, looked_at_canvas,
     scaled, real_part, row, assigned, turned_first, shifted_first, into_out, slice_alone,
     read_before, kept, no_graph, looked_at,
