@@ -16,7 +16,7 @@ from lightning_shard.tensor.met import SplitInTransform
 from lightning_shard.tensor.settle import unsettled
 from lightning_shard.tensor.tensor import checked_call, on_parts, swapped
 from lightning_shard.tiles.call_inputs import Inputs
-from lightning_shard.tiles.operation import Call
+from lightning_shard.tiles.operation import Call, mark_unread
 from lightning_shard.tiles.results import Results
 from lightning_shard.tiles.tile_tensor import TileTensor
 from lightning_shard.tiles.views import note_views, note_write, refuse_write, renew
@@ -43,9 +43,7 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for x in fields:
         compute_result(x)
     for x in unsettled(func, args, kwargs, fields):
-        with torch.enable_grad():
-            made = by_rule(Tensor.clone, (x,), {})
-        swapped(x, made, "a spectrum that autograd has saved cannot be computed; take its clone()")
+        settle(x)
     # functions of nn.init name their first argument
     writes = bool(args) and changes_first(func, args, kwargs)
     if writes and isinstance(args[0], Tensor) and not isinstance(args[0], TileTensor):
@@ -81,11 +79,19 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if target is not None:
         if target.is_lazy:
             target.roots = tuple(call.roots)
+            mark_unread(target)
         else:
             note_write(target, has_graph=bool(call.outputs))
     if target is None and func not in _NO_VIEWS:
         note_views((func, args, kwargs), inputs.pairs, results[0], made)
     return made
+
+
+def settle(x: TileTensor) -> None:
+    """Compute a spectrum that nobody has read; it is the same Python object."""
+    with torch.enable_grad():
+        made = by_rule(Tensor.clone, (x,), {})
+    swapped(x, made, "a spectrum that autograd has saved cannot be computed; take its clone()")
 
 
 def _into_plain(

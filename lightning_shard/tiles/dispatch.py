@@ -29,7 +29,7 @@ from lightning_shard.tensor.tensor import (
     DomainTensor,
     swapped,
 )
-from lightning_shard.tiles.by_rule import by_rule
+from lightning_shard.tiles.by_rule import by_rule, settle
 from lightning_shard.tiles.operation import without_graph
 from lightning_shard.tiles.rows import TileRows, plain_rows
 from lightning_shard.tiles.tile_tensor import OF_AUTOGRAD, TileTensor
@@ -168,14 +168,15 @@ def _of_graph(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     x = args[0] if args else None
     if isinstance(x, TileTensor):
         current = fresh(x)
-        if x.roots and func in (accessors("requires_grad").__get__,):
-            return any(root.input.requires_grad for root in x.roots)
+        if x.roots and func in _OF_NODES:
+            settle(x)
         if current is not x and func in _READ:
             args = current, *args[1:]
     with without_rules():
         return func(*args, **kwargs)
 
 
+_OF_NODES = {Tensor.register_hook, Tensor.retain_grad, accessors("grad_fn").__get__}
 _READ = {accessors(name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
 
 

@@ -66,6 +66,32 @@ class _Operation(Function):
         return None, None, None, *_gradients(record, grads), *[None] * record.extra
 
 
+class _Unread(Function):
+    """The node of a spectrum that nobody has computed, which only a foreign Function goes on from.
+
+    Without it torch would see no input that requires a gradient, and record nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spectra: list[Tensor], *_: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(spectra)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise UnsupportedOperationError(
+            "an autograd.Function was applied to a spectrum in tiles that nobody has computed, and "
+            "has its gradient; apply it to spectrum.clone()"
+        )
+
+
+def mark_unread(spectrum: TileTensor) -> None:
+    """Let torch see that a spectrum with roots requires a gradient."""
+    if spectrum.roots and not spectrum.has_gradient:
+        with torch.enable_grad(), without_rules():
+            _Unread.apply([spectrum], *[root.input for root in spectrum.roots])
+
+
 class Call:
     """Runs an operation on tiles.
 
@@ -150,7 +176,9 @@ class Call:
     def field(self, parts: Sequence[Part]) -> TileTensor:
         """Return the field that tiles have given these parts of."""
         if any(part.lazy for part in parts):
-            return TileTensor(self.tiles, parts, roots=tuple(self.roots))
+            spectrum = TileTensor(self.tiles, parts, roots=tuple(self.roots))
+            mark_unread(spectrum)
+            return spectrum
         read: list[Any] = list(parts)
         mover = self.tiles.crew.mover
         if mover is not None:

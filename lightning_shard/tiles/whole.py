@@ -69,7 +69,7 @@ def compute_result(field: TileTensor) -> None:
 
     Its gradient is the Function's; the small graphs of a spectrum would begin at no input.
     """
-    if not field.is_lazy or not field.has_gradient:
+    if not field.is_lazy or field.roots or not field.has_gradient:
         return
 
     def compute(_: int, locals_: list[Any]) -> Subdomain:

@@ -91,6 +91,14 @@ def register_hook(func: Callable[..., Any], x: Any, hook: Callable[[Any], Any]) 
 
     A hook of one rank may look at its part. A hook that changes the gradient runs on all ranks.
     """
+    if x._part.lazy:  # the hook belongs to the modes that others read
+        computed = x._part.settled()
+        if computed is None:
+            raise UnsupportedOperationError(
+                "slices of this spectrum were taken, and would pass the hook by; take "
+                "spectrum.clone() first"
+            )
+        x._part = computed
     part, shown = x.subdomain, type(x)
     layout, domain = part.layout, part.domain  # not x: a hook must not keep its own tensor alive
     strides = layout.strides if part.is_in_order else None

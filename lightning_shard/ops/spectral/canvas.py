@@ -72,8 +72,8 @@ class Canvas:
                 were written after they were assigned.
         """
         writes = self.written()
-        places = [write.positions for write in writes]
-        if not writes or not all(isinstance(at, range) for place in places for at in place):
+        places = [[at for at in w.positions if isinstance(at, range)] for w in writes]
+        if not writes or any(len(place) < len(self.shape) for place in places):
             raise UnsupportedOperationError(
                 "only an inverse transform can follow a shift of modes, or no assignment of any"
             )
@@ -118,7 +118,7 @@ class Canvas:
 
     def _positions(self, index: Any) -> tuple[Positions, ...] | None:
         entries = expanded_index(len(self.shape), index, lists=True)
-        slices = [entry for entry in entries if isinstance(entry, slice)]
+        slices: list[slice] = [entry for entry in entries if isinstance(entry, slice)]
         if len(slices) < len(entries):
             return None
         return tuple(shown[s] for shown, s in zip(self.order, slices, strict=True))

@@ -178,7 +178,15 @@ def canvas_of_function(x: Tensor) -> Tensor:
     return fft.ifft(Imaginary.apply(x), dim=0).abs() + x
 
 
+def hooked(x: Tensor) -> Tensor:
+    z = fft.fft(x, dim=0)
+    if z.requires_grad:
+        z.register_hook(lambda grad: grad * 3)
+    return fft.ifft(z, dim=0).abs()
+
+
 EXACT = [
+    hooked,
     of_function, inverse_of_function, slice_of_function, gathered_function, canvas_of_function,
     coils, of_empty, some_rows, broadcast_rows, written_canvas, looked_at_canvas,
     scaled, real_part, row, assigned, turned_first, shifted_first, into_out, slice_alone,
@@ -269,3 +277,24 @@ def test_writes_around_a_spectrum():
 
 def test_writes_around_a_spectrum_in_tiles():
     check(tiles_of(3))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z * 2
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * 2
+
+
+def test_a_function_of_a_spectrum_in_tiles_has_its_gradient_or_is_refused():
+    whole = torch.randn(5, 4, dtype=torch.float64).requires_grad_()
+    field = shard(whole.detach(), tiles_of(3), 0).requires_grad_()
+    with pytest.raises(UnsupportedOperationError, match=r"apply it to spectrum\.clone\(\)"):
+        (Double.apply(fft.fft(field, dim=0)).abs().sum() + field.sum()).backward()
+    field.grad = None
+    for x in (whole, field):
+        (Double.apply(fft.fft(x, dim=0).clone()).abs().sum() + x.sum()).backward()
+    torch.testing.assert_close(gather(field.grad), whole.grad)
