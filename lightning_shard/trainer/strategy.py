@@ -240,7 +240,8 @@ class HybridShardStrategy(ShardStrategy, Checkpoints, ParallelStrategy):  # pyri
     def _set_up_plugins(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+        # over one replica's ranks or tiles BatchNorm has the statistics of the field, also on a CPU
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync and self.replicas > 1:
             self.model = self._layer_sync.apply(self._module)
         refuse_to_drop_imaginary_parts(self._module, self.precision_plugin)
         self.model = self.precision_plugin.convert_module(self._module)

@@ -196,6 +196,9 @@ FEATURES = {
     "norms_of_gradients": Feature(Normed, {"enable_progress_bar": True}),
     "delayed_step": Feature(Delayed),
     "assigned_gradients": Feature(Projected, domain_only=True),
+    "synced_batch_norm": Feature(
+        lambda: Featured(torch.nn.BatchNorm2d), {"sync_batchnorm": True}, domain_only=True
+    ),
     "schedule_by_step": Feature(lambda: Scheduled(one_cycle), {"max_epochs": 2}),
     "schedule_on_plateau": Feature(lambda: Scheduled(plateau), {"max_epochs": 3}),
     "batch_norm": Feature(lambda: Featured(nn.BatchNorm2d), {"max_epochs": 2}, domain_only=True),
