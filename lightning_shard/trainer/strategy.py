@@ -249,9 +249,8 @@ class HybridShardStrategy(ShardStrategy, Checkpoints, ParallelStrategy):  # pyri
 
     def _shard_parameters(self, trainer: Trainer) -> None:
         self._choose_sharding()
-        copied = parameters.copies(trainer, self._module)
         files = self.first_weights if trainer.ckpt_path is None else None
-        self.shard(self._module, copied, files, opens_steps=True)
+        self.shard(self._module, parameters.copies(trainer, self._module), files, opens_steps=True)
         self.steps.prepare(self._module, self.sharding_options, self.device_mesh)
 
     def _choose_sharding(self) -> None:
