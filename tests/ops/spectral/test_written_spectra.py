@@ -292,7 +292,9 @@ class Double(torch.autograd.Function):
 def test_a_function_of_a_spectrum_in_tiles_has_its_gradient_or_is_refused():
     whole = torch.randn(5, 4, dtype=torch.float64).requires_grad_()
     field = shard(whole.detach(), tiles_of(3), 0).requires_grad_()
-    with pytest.raises(UnsupportedOperationError, match=r"apply it to spectrum\.clone\(\)"):
+    with pytest.raises(
+        UnsupportedOperationError, match=r"apply it to spectrum\.clone\(\)|take its clone\(\)"
+    ):
         (Double.apply(fft.fft(field, dim=0)).abs().sum() + field.sum()).backward()
     field.grad = None
     for x in (whole, field):
