@@ -36,6 +36,7 @@ from lightning_shard.cli.usage import (
     is_first_rank,
     note,
     origin,
+    shows_traceback,
 )
 from lightning_shard.data.atomic import disk_errors, of_the_disk
 from lightning_shard.lab.predict_in_tiles import predicting
@@ -270,8 +271,7 @@ def run(
         exit_with(err)
     except Exception as wrapped:
         err = origin(wrapped, state.error)
-        traceback = os.environ.get(f"{ENV_PREFIX}_TRACEBACK")
-        if traceback or (state.stepped and not of_the_disk(err)):
+        if shows_traceback() or (state.stepped and not of_the_disk(err)):
             raise err from err.__cause__
         if state.stepped and state.trainer is not None:
             words = words_of_a_failure(state.trainer, state.first_step is not None)

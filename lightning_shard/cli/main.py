@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_shard.cli.early_names import check_names
 from lightning_shard.cli.help import PAGES, PROGRAM, page
 from lightning_shard.cli.positions import Given, find_configs, read_given
-from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with
+from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, shows_traceback
 from lightning_shard.cli.words import BESIDE_FIT, WORDS, read_words
 from lightning_shard.lightning import OLDER
 from lightning_shard.processes.nearest import nearest
@@ -46,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> None:
         _end_if_nobody_reads()
         raise
     except KeyboardInterrupt:
-        if f"{ENV_PREFIX}_TRACEBACK" in os.environ:
+        if shows_traceback():
             raise
         print("\nInterrupted.", file=sys.stderr)
         sys.exit(130)  # as shells name a process that Ctrl-C has ended

@@ -35,6 +35,11 @@ class UsageError(LightningShardError):
         self.hint = hint
 
 
+def shows_traceback() -> bool:
+    """Return whether the variable, or `--traceback`, asks for tracebacks."""
+    return os.environ.get(f"{ENV_PREFIX}_TRACEBACK", "0") not in ("", "0")
+
+
 @contextmanager
 def as_usage_error(*kinds: type[Exception]) -> Generator[None]:
     """Turn errors of these kinds into a UsageError with the same sentence."""

@@ -251,6 +251,13 @@ def test_refusal_by_the_data_shows_the_cause(capsys):
     assert "(Data.setup)" in lines[-1]
 
 
+def test_a_traceback_that_is_switched_off(capsys, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SHARD_TRACEBACK", "0")
+    code, lines = refusal(capsys, "--data.path", "none.h5", "--trainer.logger", "false")
+    assert code == 1
+    assert "error: no Darcy file at 'none.h5'" in lines
+
+
 def test_traceback_on_request(monkeypatch):
     monkeypatch.setenv("LIGHTNING_SHARD_TRACEBACK", "1")
     with pytest.raises(ValueError, match="a bug"):
