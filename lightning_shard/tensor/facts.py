@@ -42,8 +42,7 @@ OF_WRAPPER = attributes_of(
 }  # fmt: skip
 # Facts of the autograd graph and of memory, which are the local tensor's.
 OF_LOCAL = attributes_of("is_leaf retains_grad output_nr _version grad_dtype") | {
-    Tensor.retain_grad, Tensor.is_conj, Tensor.is_neg, Tensor.is_pinned,
-    torch.is_conj, torch.is_neg,
+    Tensor.is_conj, Tensor.is_neg, Tensor.is_pinned, torch.is_conj, torch.is_neg,
 }  # fmt: skip
 
 # Operators that autograd runs on wrappers. A dispatch mode of the user, such as FlopCounterMode, is

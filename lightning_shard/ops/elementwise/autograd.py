@@ -91,14 +91,7 @@ def register_hook(func: Callable[..., Any], x: Any, hook: Callable[[Any], Any]) 
 
     A hook of one rank may look at its part. A hook that changes the gradient runs on all ranks.
     """
-    if x._part.lazy:  # the hook belongs to the modes that others read
-        computed = x._part.settled()
-        if computed is None:
-            raise UnsupportedOperationError(
-                "slices of this spectrum were taken, and would pass the hook by; take "
-                "spectrum.clone() first"
-            )
-        x._part = computed
+    _compute(x)
     part, shown = x.subdomain, type(x)
     layout, domain = part.layout, part.domain  # not x: a hook must not keep its own tensor alive
     strides = layout.strides if part.is_in_order else None
@@ -112,6 +105,30 @@ def register_hook(func: Callable[..., Any], x: Any, hook: Callable[[Any], Any]) 
         return _part_of(changed, layout) * ranks_of(domain)
 
     return part.local.register_hook(local_hook)
+
+
+@composes(Tensor.retain_grad, checked=False)
+def retain_grad(func: Callable[..., Any], x: Any) -> None:
+    """Keep the gradient of what others compute with, also of a spectrum."""
+    _compute(x)
+    func(x.subdomain.local)
+
+
+def _compute(x: Any) -> None:
+    """Compute a spectrum in place, so that what is asked of its gradient is asked of its modes.
+
+    Raises:
+        UnsupportedOperationError: Others have read slices of it, which have another graph.
+    """
+    if not x._part.lazy:
+        return
+    computed = x._part.settled()
+    if computed is None:
+        raise UnsupportedOperationError(
+            "slices of this spectrum were taken, and their gradients pass it by; take "
+            "spectrum.clone() first"
+        )
+    x._part = computed
 
 
 @composes(Tensor.register_post_accumulate_grad_hook, checked=False)

@@ -300,3 +300,19 @@ def test_a_function_of_a_spectrum_in_tiles_has_its_gradient_or_is_refused():
     for x in (whole, field):
         (Double.apply(fft.fft(x, dim=0).clone()).abs().sum() + x.sum()).backward()
     torch.testing.assert_close(gather(field.grad), whole.grad)
+
+
+def kept_gradient(x):
+    z = fft.fft(x, dim=0)
+    z.retain_grad()
+    fft.ifft(z, dim=0).abs().sum().backward()
+    return gather(z.grad)
+
+
+@pytest.mark.spmd(2)
+def test_the_gradient_of_a_spectrum_can_be_kept():
+    whole = torch.arange(1.0, 21.0, dtype=torch.float64).view(5, 4)
+    wanted = kept_gradient(whole.clone().requires_grad_())
+    for mesh in (mesh_of(2), tiles_of(3)):
+        found = kept_gradient(shard(whole, mesh, 0).requires_grad_())
+        torch.testing.assert_close(found, wanted)
