@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from numbers import Integral
 from typing import Any, NamedTuple
+
+from lightning_shard.processes.arguments import is_whole
 
 
 @lru_cache(maxsize=4096)
@@ -245,7 +246,7 @@ def listed_dims(dims: int | Sequence[int], name: str = "dims") -> tuple[int, ...
     given: Any = dims
     is_many = isinstance(dims, Sequence) and not isinstance(dims, str | bytes)
     chosen: tuple[Any, ...] = tuple(given) if is_many else (given,)
-    if not all(not isinstance(d, bool) and isinstance(d, Integral) for d in chosen):
+    if not all(is_whole(d, least=None) for d in chosen):
         raise ValueError(
             f"{name} must be the number of a tensor dim, or a list with one for each mesh axis, "
             f"such as 2 or (2, 3); got {dims!r}."

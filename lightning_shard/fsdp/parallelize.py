@@ -51,7 +51,7 @@ from lightning_shard.fsdp.work import Moved, Work, copy_all_from_first, share_va
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.memory.offload import WhatFits, offload
 from lightning_shard.memory.recompute import compile_forward, keep_no_cache, recompute
-from lightning_shard.processes.arguments import check_module, names_of
+from lightning_shard.processes.arguments import check_mesh, check_module, names_of
 from lightning_shard.processes.mesh import flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import make_replicas
 from lightning_shard.processes.torch_private.internals import (
@@ -103,7 +103,8 @@ def parallelize(
         RuntimeError: The module is sharded over another mesh.
         NotImplementedError: A parameter that is to be sharded has a hook.
     """
-    check_module(module, "parallelize", mesh)
+    check_mesh(mesh)
+    check_module(module, "parallelize")
     if isinstance(module, FSDPModule):
         if (over := module.__dict__.get(SHARDED_OVER, mesh)) != mesh:
             raise RuntimeError(

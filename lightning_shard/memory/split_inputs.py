@@ -16,7 +16,7 @@ from lightning_shard.data.split import ShardDims, shard_batch
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.agreement import DisagreementError
-from lightning_shard.processes.arguments import check_module, names_of
+from lightning_shard.processes.arguments import check_mesh, check_module, names_of
 from lightning_shard.tensor.local_mesh import LocalMesh
 from lightning_shard.tensor.placement import gather as gathered
 from lightning_shard.tensor.placement import is_field
@@ -77,7 +77,9 @@ def split_inputs(
         >>> with torch.inference_mode(), split_inputs(vae, mesh, methods=["decode"]):
         ...     image = vae.decode(latents).sample  # whole, on every rank
     """
-    check_module(module, "split_inputs", *([] if isinstance(mesh, LocalMesh) else [mesh]))
+    if not isinstance(mesh, LocalMesh):
+        check_mesh(mesh)
+    check_module(module, "split_inputs")
     methods = names_of(methods, "methods")
     with replacing(module, methods), splitting(module, mesh, shard_dims, methods, gather=gather):
         yield

@@ -21,14 +21,12 @@ def check_mesh(mesh: object) -> None:
         )
 
 
-def check_module(module: object, function: str, *meshes: object) -> None:
+def check_module(module: object, function: str) -> None:
     """Refuse what is given to `function` as a module and is none, such as its class.
 
     Raises:
-        TypeError: It is no instance of a torch.nn.Module, or one of `meshes` is no DeviceMesh.
+        TypeError: It is no instance of a torch.nn.Module.
     """
-    for mesh in meshes:
-        check_mesh(mesh)
     if not isinstance(module, nn.Module):
         what = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
         raise TypeError(
@@ -50,9 +48,11 @@ def names_of(names: str | Iterable[str], argument: str) -> tuple[str, ...]:
     return found
 
 
-def is_whole(value: object, least: int = 1) -> bool:
+def is_whole(value: object, least: int | None = 1) -> bool:
     """Return whether a value is a whole number from `least` on, of Python or of NumPy."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return False
+    return least is None or int(value) >= least
 
 
 def check_timeout(timeout_s: Any) -> None:

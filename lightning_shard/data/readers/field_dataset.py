@@ -5,7 +5,6 @@ Shapes: S samples of C channels.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from typing_extensions import override
 from lightning_shard.data.readers.field_file import FieldFile
 from lightning_shard.data.readers.opened import mark_of
 from lightning_shard.data.slab import slab_of
-from lightning_shard.processes.arguments import names_of
+from lightning_shard.processes.arguments import is_whole, names_of
 
 
 class FieldDataset(Dataset[dict[str, Any]]):
@@ -100,7 +99,7 @@ def _numbers(samples: Any) -> Sequence[int]:
     """Return the numbers of samples, also of an array or a tensor."""
     numbers = samples.tolist() if hasattr(samples, "tolist") else samples
     is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str)
-    if not is_list or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
+    if not is_list or not all(is_whole(n, least=None) for n in numbers):
         raise TypeError(
             f"samples must be the numbers of samples, such as range(100); got {samples!r}. Those "
             "of a mask are mask.nonzero()[0]."
