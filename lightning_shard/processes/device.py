@@ -120,8 +120,12 @@ def available_backends() -> list[str]:
 
 def carried() -> str:
     """Return the device type of the process group: gloo, which can carry all, is for the CPU."""
-    pairs = [part.split(":") for part in dist.get_backend_config().split(",")]
-    return next((device for device, backend in pairs if backend != "gloo"), "cpu")
+    return next((device for device, backend in backends().items() if backend != "gloo"), "cpu")
+
+
+def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Return the backend of each device type that a process group carries, by default of all."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
 def own_device(device_type: str | None, local_rank: int, local_world_size: int) -> torch.device:

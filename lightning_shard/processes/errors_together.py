@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.processes.device import backends
+
 
 def together(step: Callable[[], Any], group: dist.ProcessGroup | None = None) -> None:
     """Run `step` on all ranks of `group`; if it fails on some, all raise, and none waits for them.
@@ -50,7 +52,7 @@ def copy_from_first(tensor: Tensor, group: dist.ProcessGroup | None = None) -> N
     if isinstance(tensor, DTensor) or dist.get_world_size(group) == 1:
         return
     values = tensor.detach().contiguous()
-    carried = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    carried = [*backends(group)]
     if values.device.type not in carried:  # nccl and xccl know no tensors of the CPU
         values = values.to(carried[0])
     real = torch.view_as_real(values) if values.is_complex() else values

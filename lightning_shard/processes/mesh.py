@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.processes.arguments import is_whole
-from lightning_shard.processes.device import carried
+from lightning_shard.processes.device import backends, carried
 from lightning_shard.processes.failures.lone_waits import watch_lone_waits
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.subgroups import making_groups
@@ -101,11 +101,10 @@ def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> Devic
         )
     if not all(is_whole(n) or n == -1 for n in sizes.values()):
         raise ValueError(f"the sizes of a mesh must be whole numbers, or -1; got {dict(sizes)}.")
-    types = [part.split(":")[0] for part in dist.get_backend_config().split(",")]
-    if device_type is not None and device_type not in types:
+    if device_type is not None and device_type not in backends():
         raise ValueError(
             f"device_type {device_type!r} is none that the process group carries; use one of "
-            f"{', '.join(types)}, or leave it out."
+            f"{', '.join(backends())}, or leave it out."
         )
     world, known = dist.get_world_size(), math.prod(n for n in sizes.values() if n != -1)
     free = [name for name, size in sizes.items() if size == -1]

@@ -24,7 +24,12 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.processes.agreement import Check, agree, next_name, only_wait
 from lightning_shard.processes.arguments import check_timeout, is_whole
-from lightning_shard.processes.device import default_backend, device_of, sees_own_device_only
+from lightning_shard.processes.device import (
+    backends,
+    default_backend,
+    device_of,
+    sees_own_device_only,
+)
 from lightning_shard.processes.failures.lone_waits import watch_lone_waits
 from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sub_mesh
 from lightning_shard.processes.process_info import process_info
@@ -283,8 +288,7 @@ def start_group(
 
 
 def _check_that_cpu_is_carried() -> None:
-    carried = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
-    if "cpu" not in carried:  # the group was there before
+    if "cpu" not in backends():  # the group was there before
         raise RuntimeError(
             "cpu_offload gathers shards on the CPU, of which the process group, made with "
             f"'{dist.get_backend_config()}', knows no tensors; make it with 'cpu:gloo,"
