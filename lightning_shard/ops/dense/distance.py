@@ -16,7 +16,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, uncast
 from lightning_shard.ops.dense.linear import contract
 from lightning_shard.ops.reduce.extreme import extreme
-from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, rounded, sum_
+from lightning_shard.ops.reduce.sums import Dims, flat_at_zero, reduced_dims, result, rounded, sum_
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_private.typed import linalg, typed_torch
 
@@ -128,15 +128,9 @@ def _squares(x: Tensor) -> Tensor:
 
 def _power(size: Tensor, p: float) -> Tensor:
     """`size ** p` with the gradient zero at zero, as torch's norms of low order have."""
-    if p >= 1:
-        return size.pow(p)
-    zero = size == 0
-    return torch.where(zero, 0, torch.where(zero, 1, size).pow(p))
+    return size.pow(p) if p >= 1 else flat_at_zero(lambda x: x.pow(p), size)
 
 
 def _root(total: Tensor, p: float) -> Tensor:
     """`total ** (1 / p)` with the gradient zero at zero, as torch's norms have."""
-    if p == 1:
-        return total
-    zero = total == 0
-    return torch.where(zero, 0, torch.where(zero, 1, total).pow(1 / p))
+    return total if p == 1 else flat_at_zero(lambda x: x.pow(1 / p), total)

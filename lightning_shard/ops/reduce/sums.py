@@ -116,14 +116,17 @@ def _spread(func: Callable[..., Any], variance: Subdomain | Tensor) -> Subdomain
     if func not in (torch.std, Tensor.std, torch.std_mean):
         return variance
     if isinstance(variance, Subdomain):
-        return variance.like(_deviation(variance.local))
-    return _deviation(variance)
+        return variance.like(flat_at_zero(torch.sqrt, variance.local))
+    return flat_at_zero(torch.sqrt, variance)
 
 
-def _deviation(variance: Tensor) -> Tensor:
-    """Take the root, whose gradient is zero at zero, as that of torch's standard deviation is."""
-    zero = variance == 0
-    return torch.where(zero, 0, torch.where(zero, 1, variance).sqrt())
+def flat_at_zero(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Call a function with the value and the gradient zero at zero.
+
+    Torch's standard deviation and norms have them; the gradient of a root is infinite there.
+    """
+    zero = x == 0
+    return torch.where(zero, 0, function(torch.where(zero, 1, x)))
 
 
 def _var_and_mean(
