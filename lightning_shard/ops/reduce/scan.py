@@ -23,11 +23,11 @@ def _log_total(x: Tensor, dim: int) -> Tensor:
     )
 
 
-# total of rows (kept as one row), carry joined with later rows
-_Scan = tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor]]
+# total of rows (kept as one row), carry joined with later rows; None: the carry is scanned, too
+_Scan = tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor] | None]
 _SUM: _Scan = (lambda x, dim: x.sum(dim, keepdim=True), torch.add)
 _PRODUCT: _Scan = (lambda x, dim: x.prod(dim, keepdim=True), torch.mul)
-_LOG_SUM: _Scan = (_log_total, torch.logaddexp)
+_LOG_SUM: _Scan = (_log_total, None)
 _SCANS: dict[Callable[..., Any], _Scan] = {
     torch.cumsum: _SUM, Tensor.cumsum: _SUM,
     torch.cumprod: _PRODUCT, Tensor.cumprod: _PRODUCT,
@@ -58,7 +58,7 @@ def _scan(
     totals = one_of_each(x, d, total(rows, d))
     before = totals.narrow(d, 0, x.layout.grid.index(x.layout.axes(d)))
     named = {"dtype": rows.dtype} if dtype else {}
-    if total is _log_total:
+    if join is None:
         found = _logs_after(before, rows, lambda all_rows: func(all_rows, d, **named), d)
     else:
         found = join(func(rows, d, **named), total(before, d))
