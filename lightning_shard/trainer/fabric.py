@@ -44,7 +44,7 @@ from lightning_shard.trainer.fabric_modules import (
     shard_again,
 )
 from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered, through
-from lightning_shard.trainer.host import FabricScriptLauncher, own_batches
+from lightning_shard.trainer.host import own_batches
 from lightning_shard.trainer.metrics_once import count_metrics_over
 from lightning_shard.trainer.on_mesh import ShardStrategy, register
 from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts
@@ -59,6 +59,7 @@ from lightning_shard.trainer.replica_samplers import (
     with_sampler,
 )
 from lightning_shard.trainer.same_loop import SameLoop
+from lightning_shard.trainer.script_launchers import FabricScriptLauncher
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.steps import step_by_mean_loss
 from lightning_shard.trainer.streams import compared_at_end

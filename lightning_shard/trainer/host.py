@@ -5,10 +5,9 @@ a new release of Lightning is read on these two pages.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from operator import attrgetter
-from threading import Thread
 from typing import Any
 
 import torch
@@ -16,12 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
 from lightning_shard.lightning import (
     Callback,
     EarlyStopping,
-    FabricSubprocessLauncher,
     LightningModule,
     LightningOptimizer,
     Metadata,
@@ -29,15 +26,7 @@ from lightning_shard.lightning import (
     ResultMetric,
     Sync,
     Trainer,
-    TrainerSubprocessLauncher,
     is_param_in_hook_signature,
-)
-from lightning_shard.processes.cpu_settings import share_cores
-from lightning_shard.processes.failures.orphans import begin_to_start
-from lightning_shard.processes.script_processes import (
-    flags_of_python,
-    kill_all_if_one_fails,
-    refuse_a_program_without_a_file,
 )
 from lightning_shard.processes.torch_private.internals import tree_leaves
 
@@ -66,52 +55,6 @@ _PLAIN_META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
     "dataloader_idx", "metric_attribute",
 )  # fmt: skip
-
-
-def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """Start the other processes of a script, unless they run, and call a function in this one.
-
-    Raises:
-        RuntimeError: The script has no file that could be run again.
-    """
-    if launcher.cluster_environment.creates_processes_externally:  # or in an earlier stage
-        return launch(function)
-    refuse_a_program_without_a_file()
-    begin_to_start()
-    share_cores(launcher.num_processes)  # Lightning does so once the others have started
-
-    starts = ExitStack()
-
-    def begun() -> Any:
-        starts.close()
-        watched, launcher.procs = launcher.procs, [*launcher.procs]
-        watched.clear()  # Lightning's own observer has nothing left to kill
-        Thread(target=kill_all_if_one_fails, args=(launcher.procs,), daemon=True).start()
-        return function()
-
-    with starts:
-        starts.enter_context(flags_of_python())
-        return launch(begun)
-
-
-class FabricScriptLauncher(FabricSubprocessLauncher):
-    """Starts the other processes of a script with a loop of Fabric."""
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the processes, and call the function in this one, too."""
-        return _in_patience(self, super().launch, partial(function, *args, **kwargs))
-
-
-class SubprocessScriptLauncher(TrainerSubprocessLauncher):
-    """Starts the other processes of a script with a Trainer."""
-
-    @override
-    def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
-    ) -> Any:
-        """Start the processes, and call the function in this one, too."""
-        return _in_patience(self, super().launch, partial(function, *args, **kwargs))
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

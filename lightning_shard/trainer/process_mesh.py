@@ -36,9 +36,10 @@ from lightning_shard.processes.process_info import process_info
 from lightning_shard.processes.start import join
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.trainer.environment import check_processes
-from lightning_shard.trainer.host import SubprocessScriptLauncher, callbacks_of
+from lightning_shard.trainer.host import callbacks_of
 from lightning_shard.trainer.notebook import NotebookLauncher
 from lightning_shard.trainer.same_optimizers import facts_of_optimizers, facts_of_schedules
+from lightning_shard.trainer.script_launchers import SubprocessScriptLauncher
 
 # Ranks that differ in these would call other collectives, or train other weights.
 TRAINER_OPTIONS = (

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 import lightning_shard
 from lightning_shard.lightning import PRIVATE, places
 from lightning_shard.processes import script_processes
-from lightning_shard.trainer import host
+from lightning_shard.trainer import host, script_launchers
 
 PACKAGE = Path(lightning_shard.__file__).parent
 
@@ -130,9 +130,9 @@ def test_the_observer_of_lightning_has_nobody_to_kill(monkeypatch):
     """It would kill the script at once where another process fails; ours waits, and then does."""
     begun, killed, shared = [], [], []
     monkeypatch.setattr(script_processes, "END_S", 0.1)
-    monkeypatch.setattr(host, "share_cores", shared.append)
+    monkeypatch.setattr(script_launchers, "share_cores", shared.append)
     monkeypatch.setattr(script_processes.os, "kill", lambda pid, _: killed.append(pid))
-    monkeypatch.setattr(host, "begin_to_start", lambda: None)
+    monkeypatch.setattr(script_launchers, "begin_to_start", lambda: None)
     monkeypatch.setattr(sys, "argv", [__file__])
     failing = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     failing.wait()  # it may have ended before anybody looks
@@ -147,7 +147,7 @@ def test_the_observer_of_lightning_has_nobody_to_kill(monkeypatch):
         begun.append(watched)
         return result
 
-    assert host._in_patience(launcher, launch, lambda: 5) == 5
+    assert script_launchers._in_patience(launcher, launch, lambda: 5) == 5
     assert begun == [[]]
     assert shared == [2]
     assert launcher.procs == [failing]

@@ -15,7 +15,6 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_shard import DisagreementError, HybridShardStrategy
 from lightning_shard.processes.mesh import sizes_of
 from lightning_shard.processes.torch_private.internals import open_groups
-from lightning_shard.trainer.host import FabricScriptLauncher, SubprocessScriptLauncher
 from lightning_shard.trainer.process_mesh import (
     ProcessMesh,
     launcher_of,
@@ -24,6 +23,7 @@ from lightning_shard.trainer.process_mesh import (
     started_nodes,
     tell_ranks,
 )
+from lightning_shard.trainer.script_launchers import FabricScriptLauncher, SubprocessScriptLauncher
 from tests.checkpoint import tiny
 from tests.training import shared_path
 
