@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def follow_batches(trainer: Trainer, begins: Callable[[], None]) -> None:
-    """Let a Trainer call `begins`, once, before each batch of training and its own broadcast."""
+    """Let a Trainer call `begins`, once, before each batch of training."""
     loop = trainer.fit_loop.epoch_loop
     followers: list[Callable[[], None]] = vars(loop).setdefault("followers", [])
     if not followers:

@@ -24,6 +24,7 @@ from lightning_shard.lightning import (
     Metadata,
     ModelCheckpoint,
     ResultMetric,
+    SIGTERMException,
     Sync,
     Trainer,
     is_param_in_hook_signature,
@@ -34,6 +35,7 @@ from lightning_shard.processes.torch_private.internals import tree_leaves
 ATTRIBUTES = {
     "_accelerator_connector": "loaders are read in the order of one process",
     "_batch_sampler": "a sampler of one's own repeats nothing in a prediction",
+    "_broadcast_sigterm_tensor": "SIGTERM on any rank ends a training on all",
     "_combined_loader_states_to_load": "a loader that was made early goes on from its state",
     "_current_fx_name": "what a hook reads is told from what a step reads",
     "_data_fetcher": "the same as _combined_loader_states_to_load",
@@ -48,6 +50,7 @@ ATTRIBUTES = {
     "_monitor_candidates": "a ModelCheckpoint saves by one value on all ranks",
     "_results": "logged values are reduced by name, and saved within an epoch",
     "_save_last_checkpoint": "Ctrl-C in a training saves what it has reached",
+    "_should_check_val_fx": "a validation that the clock asks for begins on all ranks",
 }
 
 # the words that `self.log` was told, without functions
@@ -235,6 +238,52 @@ def not_reduced(trainer: Trainer) -> list[str]:
     ]
 
 
+def end_together(trainer: Trainer, any_rank: Callable[..., list[bool]]) -> None:
+    """Let all ranks stop a training, or validate, after one batch, once one of them would.
+
+    A clock, or a hook, sets `trainer.should_stop` on one rank alone. It takes the place of the
+    message by which Lightning tells all ranks, before each batch, that rank 0 has had SIGTERM.
+
+    Args:
+        trainer: The Trainer, which is changed once.
+        any_rank: Returns for each of its arguments whether it is True on any rank; all ranks call
+            it.
+    """
+    fit: Any = trainer.fit_loop
+    epoch = fit.epoch_loop
+    if "_broadcast_sigterm_tensor" in vars(epoch):
+        return
+    has_sigterm = False
+
+    def agree() -> None:
+        nonlocal has_sigterm
+        wishes = trainer.should_stop, trainer.received_sigterm
+        trainer.should_stop, has_sigterm = any_rank(*wishes)
+
+    def end() -> None:
+        if has_sigterm:
+            raise SIGTERMException
+
+    validates = epoch._should_check_val_fx
+
+    def all_validate(fetcher: Any) -> bool:
+        wishes: bool = validates(fetcher)
+        by_clock = trainer.val_check_batch is None
+        return any_rank(wishes)[0] if by_clock else wishes
+
+    end_of_batch = epoch.on_advance_end
+
+    def end_batch(fetcher: Any) -> None:
+        agree()
+        end_of_batch(fetcher)
+
+    epoch._broadcast_sigterm_tensor, epoch._should_check_val_fx = end, all_validate
+    epoch.on_advance_end = end_batch
+    epoch.val_loop.run = _followed(epoch.val_loop.run, agree)
+    for name in ("setup_data", "on_run_start", "on_advance_start", "on_advance_end"):
+        setattr(fit, name, _followed(getattr(fit, name), agree))
+
+
 def follow_evaluation(
     trainer: Trainer, prepared: Callable[[Any], None], step: Callable[..., None]
 ) -> None:
@@ -250,13 +299,14 @@ def follow_evaluation(
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         if "_evaluation_step" not in vars(loop):
             loop._evaluation_step = partial(step, loop, loop._evaluation_step)
-            loop.setup_data = _then(loop.setup_data, partial(prepared, loop))
+            loop.setup_data = _followed(loop.setup_data, partial(prepared, loop))
 
 
-def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        second()
+def _followed(plain: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any) -> Any:
+        result = plain(*args)
+        then()
+        return result
 
     return both
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from lightning_shard.trainer.between_batches import follow_batches
 from lightning_shard.trainer.host import (
     add_once,
     callbacks_of,
+    end_together,
     follow_candidates,
     follow_reductions,
     follow_stopping,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.partial_step import PartialStep
 
 _SAME = 1e-6  # relative; a smaller difference is that of sums in another order
-_END = "the end of the epoch"
+_END, _NEXT = "the end of the epoch", "the next batch or epoch"
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor | None], Tensor]] = {
     "mean": lambda values, weights: (
         divide(values.sum(0), len(values))
@@ -90,6 +92,7 @@ class LoggedValues:
             same_blocks(self._world)
         follow_reductions(trainer, self._reducing)
         follow_batches(trainer, self._go_on)
+        end_together(trainer, self._any_rank)
         add_once(trainer, WhenRanksCompare(self._compare_end, self._compare_steps), first=True)
         for callback in callbacks_of(trainer):
             kind = type(callback).__name__
@@ -235,7 +238,8 @@ class LoggedValues:
         mine[0, 2] = tag
         mine[0, 3] = self._samples or 0
         all_of_them = mine.new_empty(dist.get_world_size(group), 4)
-        event = f"comes to {_END}" if name.startswith(_END) else f"logs {name!r}"
+        place = next((place for place in (_END, _NEXT) if name.startswith(place)), None)
+        event = f"logs {name!r}" if place is None else f"comes to {place}"
         with self.exchanges(event) if group is self._world else nullcontext():
             dist.all_gather_into_tensor(all_of_them, mine, group)
         values = all_of_them[:, : bits.numel()].contiguous().view(number.dtype).reshape(-1)
@@ -277,6 +281,20 @@ class LoggedValues:
         return several and not self._peers.is_disconnected()
 
     # Values that decide.
+
+    def _any_rank(self, *wishes: bool) -> list[bool]:
+        """Return for each wish whether a rank has it; all ranks call this between two batches.
+
+        Raises:
+            DisagreementError: Another rank logs a value; all ranks raise.
+        """
+        if not self._is_possible():
+            return [*wishes]
+        bits = torch.tensor(sum(wish << place for place, wish in enumerate(wishes)), device="cpu")
+        found, tags, _ = self._exchange(bits, _NEXT, self._world)
+        self._refuse_other_names(_NEXT, tags, self._world)
+        everywhere = functools.reduce(or_, found.tolist())
+        return [bool(everywhere >> place & 1) for place in range(len(wishes))]
 
     def _agreed(self, value: Any, *, kind: str, name: str) -> Any:
         """Return the value of a number that ranks follow, the mean over replicas that differ.
@@ -346,7 +364,7 @@ def _other_names(names: list[str], ranks: list[int]) -> str:
     pairs = zip_longest(names[0].split("\n"), names[other].split("\n"), fillvalue=_END)
     first = next(pair for pair in pairs if pair[0] != pair[1])
     said = [
-        f"rank {rank} comes to {name}" if name == _END else f"rank {rank} logs {name!r}"
+        f"rank {rank} comes to {name}" if name in (_END, _NEXT) else f"rank {rank} logs {name!r}"
         for rank, name in zip((ranks[0], ranks[other]), first, strict=True)
     ]
     return (

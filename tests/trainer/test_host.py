@@ -64,6 +64,7 @@ def test_this_release_of_lightning_has_all_attributes():
     holders = {
         trainer: ["_accelerator_connector"],
         module: ["_current_fx_name", "_device", "_device_mesh"],
+        trainer.fit_loop.epoch_loop: ["_broadcast_sigterm_tensor", "_should_check_val_fx"],
         fit: ["_combined_loader_states_to_load", "_data_fetcher", "_data_source"],
         validation: ["_evaluation_step", "_has_run", "_is_sequential", "_results"],
         _Hashed(validation._results): ["_get_cache"],
@@ -85,7 +86,7 @@ class _Hashed:
 
 def test_only_that_page_reads_attributes_of_lightning():
     """An attribute of `self` may have the same name."""
-    assert len(host.ATTRIBUTES) <= 16
+    assert len(host.ATTRIBUTES) <= 18
     for file in PACKAGE.rglob("*.py"):
         nodes = [*ast.walk(ast.parse(file.read_text()))]
         read = {

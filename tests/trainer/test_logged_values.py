@@ -225,7 +225,7 @@ class LogsLate(Logs):
 
 @pytest.mark.spmd(2)
 def test_one_rank_logs_more_as_an_epoch_ends():
-    expected = "rank 1 comes to the end of the epoch, where rank 0 logs 'late'"
+    expected = "rank 1 comes to the next batch or epoch, where rank 0 logs 'late'"
     with pytest.raises(DisagreementError, match=expected):
         fit(LogsLate(), num_sanity_val_steps=0, limit_val_batches=0)
 
