@@ -5,7 +5,8 @@ meanwhile: once that is taken away or written, the gradients of the rank are no 
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ class Unreduced:
         """These parameters, or all, have been reduced."""
         for p in [*self._noted] if parameters is None else parameters:
             self._noted.pop(p, None)
+
+    @contextmanager
+    def set_aside(self, parameters: Collection[Tensor]) -> Generator[None]:
+        """Inside, none of these is remembered; afterwards those are that were so before."""
+        kept = {p: self._noted.pop(p) for p in parameters if p in self._noted}
+        yield
+        self.forget(parameters)
+        self._noted.update(kept)
 
     def takes_zeroed(self, parameter: Tensor) -> bool:
         """Return True, once, if the gradient that waited was taken away, or written."""

@@ -9,13 +9,13 @@ The ranks compare after the first backward whether any of them has left out a pa
 one message of a number for each parameter travels in each backward; otherwise none does.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.fsdp.same_blocks import NamedGather, same_blocks
@@ -30,6 +30,7 @@ from lightning_shard.processes.torch_private.internals import (
 from lightning_shard.processes.torch_private.typed import named_modules
 
 _FOLLOWED = "_unused_parameters"  # attribute of a module
+_ACCUMULATED = "unsharded_accumulated_grad"  # in torch 2.11; it is the grad in newer ones
 
 
 class UnusedParameters:
@@ -78,6 +79,23 @@ class UnusedParameters:
             event = "ends a backward pass in which its loss reaches no parameter"
             self._order.comes_to(event, in_backward=True)
 
+    @contextmanager
+    def set_aside(self, shards: Collection[Tensor]) -> Generator[None]:
+        """Inside, a backward pass changes no gradient of these, nor what waits to be reduced."""
+        held: list[tuple[Any, str]] = []
+        for p in self._parameters:
+            if p.sharded_param in shards:
+                held += [(p.sharded_param, "grad")]
+                held += [(p.unsharded_param, "grad")] if hasattr(p, "_unsharded_param") else []
+                held += [(p, _ACCUMULATED)] if _ACCUMULATED in vars(p) else []
+        kept = [getattr(*place) for place in held]
+        for place in held:
+            setattr(*place, None)
+        with self.unreduced.set_aside(shards):
+            yield
+        for place, gradient in zip(held, kept, strict=True):
+            setattr(*place, gradient)
+
     def _dropping(self, group: Any) -> Callable[..., None]:
         plain: Callable[..., None] = group.pre_backward
 
@@ -92,7 +110,7 @@ class UnusedParameters:
         for p in group.fsdp_params:
             if self.unreduced.takes_zeroed(p.sharded_param):
                 p.unsharded_param.grad = None
-                if "unsharded_accumulated_grad" in vars(p):  # torch 2.11
+                if _ACCUMULATED in vars(p):
                     p.unsharded_accumulated_grad = None
 
     def _note_unreduced(self, group: Any) -> None:
@@ -179,5 +197,5 @@ def _is_trained(p: Any) -> bool:
 
 
 def _has_gradient(p: Any) -> bool:
-    accumulated = getattr(p, "unsharded_accumulated_grad", None)  # torch 2.11
+    accumulated = getattr(p, _ACCUMULATED, None)
     return p.unsharded_param.grad is not None or accumulated is not None

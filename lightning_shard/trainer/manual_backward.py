@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.fsdp.step_writes import GATHERED, GatheredParameters
+from lightning_shard.fsdp.unused_parameters import unused_parameters_of
 from lightning_shard.ops.elementwise.whole_gradients import are_alike, mark_of
 
 
@@ -39,6 +40,9 @@ class ManualBackward:
         self.names = {name for name, p in root.named_parameters() if p in self.optimized}
         self.trained = self.names
         self.gathered: GatheredParameters = root.__dict__[GATHERED]
+        shards = unused_parameters_of(root)
+        assert shards is not None, "parallelize follows what it shards"
+        self._shards = shards
         self._loss: Tensor | None = None
         self._shown: list[tuple[Tensor, Tensor, Tensor]] = []  # whole, its shard, the gradient
         self._has_begun = False
@@ -63,13 +67,11 @@ class ManualBackward:
         Parameters that `toggle_optimizer` has switched off get no gradient.
         """
         self._take_what_was_changed()
-        switched_off = [p for p in self.optimized if not p.requires_grad]
-        kept = [None if p.grad is None else p.grad.clone() for p in switched_off]
+        switched_off = {p for p in self.optimized if not p.requires_grad}
         self._loss = loss
         return_loss: Any = self.root.return_loss  # pyright: ignore[reportAttributeAccessIssue]
-        yield return_loss()
-        for p, gradient in zip(switched_off, kept, strict=True):
-            p.grad = gradient
+        with self._shards.set_aside(switched_off):
+            yield return_loss()
         self._gather_again()
 
     def _return_loss(self) -> Tensor:
@@ -110,21 +112,24 @@ class ManualBackward:
                 whole.grad = shard.grad
                 self._shown.append((whole, shard, shard.grad))
 
-    def take_assigned(self) -> None:
-        """Give shards the gradients that FSDP2 has not been told of.
+    def take_assigned(self, optimizer: Optimizer) -> None:
+        """Give shards the gradients that FSDP2 has not been told of, before `optimizer` steps.
 
         They lie with the whole parameters. Those that a step has made of `torch.autograd.grad` are
         whole, and equal on all ranks of a domain. Those of `loss.backward()` are parts, and data
-        replicas have those of their samples.
+        replicas have those of their samples. Those that wait for the turn of another optimizer
+        stay where they are.
 
         Raises:
             RuntimeError: The ranks have different ones.
         """
         self._take_what_was_changed()
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
         given: list[tuple[Any, Any, Any]] = [
             (whole, whole.grad, shard)
             for whole, shard in self.gathered.pairs()
             if whole.grad is not None
+            and (shard in mine or not self._shards.unreduced.wait([shard]))
         ]
         marks = [mark_of(gradient) for _, gradient, _ in given]
         if given and not all(are_alike(marks, given[0][2].device_mesh.get_all_groups())):
@@ -138,9 +143,9 @@ class ManualBackward:
             shard.grad, whole.grad = self.gathered.part_of(gradient, shard), None
         self._show_gradients()
 
-    def _begin_optimizer(self, _: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _begin_optimizer(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Take gradients after the closure, in which on_before_optimizer_step may change them."""
-        self.take_assigned()
+        self.take_assigned(optimizer)
         closure = kwargs.get("closure")
         if closure is None:
             self._take_what_was_changed()

@@ -108,26 +108,26 @@ def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: FabricPrecision) -
         )
 
 
-def clip_over_shards(plugin: Precision, before: Callable[[], None]) -> None:
+def clip_over_shards(plugin: Precision, before: Callable[[Optimizer], None]) -> None:
     """Let the plug-in clip gradients by their norm over all shards.
 
     Lightning asks the plug-in, of which it makes one of several classes, not the strategy.
 
     Args:
         plugin: The plug-in, which is changed in place.
-        before: Gives shards the gradients that a step has assigned.
+        before: Gives shards the gradients that a step has assigned, before they are clipped.
     """
     of_norm, of_value = plugin.clip_grad_by_norm, plugin.clip_grad_by_value
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        before()
+        before(optimizer)
         if _holds_shards(optimizer):
             clip_grad_norm_(plugin.main_params(optimizer), clip_val)
         else:
             of_norm(optimizer, clip_val)
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
-        before()
+        before(optimizer)
         if _holds_shards(optimizer) or _is_complex(optimizer):  # torch clamps no complex ones
             clip_grad_value_(plugin.main_params(optimizer), clip_val)
         else:

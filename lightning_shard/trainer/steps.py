@@ -136,10 +136,10 @@ class Steps:
                     around.enter_context(each.one_backward())
             yield loss if self._manual is None else around.enter_context(self._manual.of(loss))
 
-    def take_assigned(self) -> None:
+    def take_assigned(self, optimizer: Optimizer) -> None:
         """Give shards the gradients that a step of manual optimization has assigned itself."""
         if self._manual is not None:
-            self._manual.take_assigned()
+            self._manual.take_assigned(optimizer)
 
     def _take_assigned_of(self, optimizer: Optimizer, *_: Any) -> None:
         if self.plain is not None:

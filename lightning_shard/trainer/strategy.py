@@ -139,7 +139,7 @@ class HybridShardStrategy(ShardStrategy, Checkpoints, ParallelStrategy):  # pyri
         """Take the plug-in, and let it clip gradients over all shards."""
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
-            clip_over_shards(precision_plugin, lambda: self.steps.take_assigned())
+            clip_over_shards(precision_plugin, lambda o: self.steps.take_assigned(o))
 
     @override
     def _configure_launcher(self) -> None:

@@ -974,6 +974,17 @@ def in_turns(m: Any, batch: Any, batch_idx: int) -> None:
         m.untoggle_optimizer(optimizer)
 
 
+def in_turns_of_two_batches(m: Any, batch: Any, batch_idx: int) -> None:
+    """Gradients of each turn wait on their rank until the second batch."""
+    ends = batch_idx % 2 == 1
+    for optimizer in m.optimizers():
+        with optimizer.toggle_model(sync_grad=ends):
+            m.manual_backward(m.loss(batch) / 2)
+            if ends:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def both(m: Any, batch: Any, batch_idx: int) -> None:
     """Two losses of two parts, whose gradients lie beside each other, and then two steps."""
     one, two = m.optimizers()
@@ -1002,6 +1013,8 @@ program("two optimizers after two losses", configure_optimizers=two_optimizers, 
 program("two optimizers, the other part frozen by hand", configure_optimizers=two_optimizers,
     **manual(frozen_in_turns))  # fmt: skip
 program("two optimizers in turns", configure_optimizers=two_optimizers, **manual(in_turns))
+program("two optimizers in turns, each with gradients of two batches",
+    configure_optimizers=two_optimizers, **manual(in_turns_of_two_batches))  # fmt: skip
 program(
     "an optimizer of a part", configure_optimizers=lambda m: torch.optim.Adam(m.blocks.parameters())
 )

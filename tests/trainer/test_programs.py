@@ -104,6 +104,12 @@ def test_all_programs_on_each_mesh(mesh: str, run_each: Callable[..., None]) -> 
     run_each(MESHES[mesh][0], check, in_turn(mesh, every=True))
 
 
+@pytest.mark.spmd(2)
+def test_shards_keep_what_waits_for_another_optimizer() -> None:
+    """FSDP2 gives gradients to parameters that are switched off, beside those that wait there."""
+    check("two optimizers in turns, each with gradients of two batches", (2,), "full")
+
+
 class Draws(Featured):
     """Reads an array on all ranks, and one more on rank 0 alone."""
 
