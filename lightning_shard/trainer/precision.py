@@ -85,12 +85,23 @@ def use_device(plugin: FabricPrecision, device_type: str) -> None:
     other devices autocast would then do nothing, and the scaler would be disabled.
     """
     if isinstance(plugin, MixedPrecision | FabricMixedPrecision):
-        plugin.device = device_type
+        is_of_device, plugin.device = plugin.device == device_type, device_type
         scaler = plugin.scaler
-        if scaler is not None and not (
+        if scaler is None or (
             isinstance(scaler, ShardedGradScaler) and scaler.device_type == device_type
         ):
+            return
+        if is_of_device:
+            _skip_together(scaler, device_type)
+        else:
             plugin.scaler = ShardedGradScaler.like(scaler, device_type)
+
+
+def _skip_together(scaler: GradScaler, device_type: str) -> None:
+    """Let a scaler skip steps on all ranks; the program may hold it, and may have extended it."""
+    cls = type(scaler)
+    scaler.__class__ = type(cls.__name__, (ShardedGradScaler, cls), {"__module__": cls.__module__})
+    vars(scaler)["device_type"] = device_type
 
 
 def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: FabricPrecision) -> None:

@@ -215,6 +215,26 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(domain):
     assert again.scaler.get_scale() == 32.0
 
 
+class CountingScaler(torch.amp.GradScaler):
+    """A scaler of the program's own, which it holds and reads."""
+
+    updates = 0
+
+    def update(self, new_scale=None):
+        super().update(new_scale)
+        self.updates += 1
+
+
+@pytest.mark.spmd(2)
+def test_a_scaler_stays_the_one_that_the_program_holds():
+    for enabled, scale in ((True, 1024.0), (False, 1.0)):
+        scaler = CountingScaler("cpu", init_scale=256.0, growth_interval=1, enabled=enabled)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        train((2,), {}, Plain(), torch.float32, plugins=[plugin])
+        assert plugin.scaler is scaler
+        assert (scaler.updates, scaler.get_scale()) == (2, scale)
+
+
 @pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_scaled_training_is_the_unscaled_one():
