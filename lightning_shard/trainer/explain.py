@@ -41,6 +41,11 @@ _BY_MESSAGE = {
         "Or: sharded parameters and gradients have no array: write p.full_tensor().numpy() or "
         "p.grad.full_tensor().numpy() on all ranks, and likewise .tolist()."
     ),
+    "'Tensor' object has no attribute 'placements'": _WHOLE + (
+        "Or: torch.amp.GradScaler takes shards and whole parameters, such as scalars, in one "
+        "optimizer only if its first parameter is a shard: give it that one first, or let "
+        "precision='16-mixed' scale the loss."
+    ),
     "cannot compute the infinity norm on an empty tensor": _WHOLE + (
         "Or: torch finds no largest number of a gradient of which a rank has no part; clip by "
         "another norm, or by gradient_clip_val of the Trainer."

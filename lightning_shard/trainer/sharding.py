@@ -28,6 +28,7 @@ from lightning_shard.trainer.same_optimizers import simple_values
 STEPS = ("training_step", "validation_step", "test_step")
 NEED_WHOLE_MATRICES = {"Muon"}  # torch's, which rounds the products of shards otherwise
 _LOADED = "_weights_begun_with"  # attribute of a module
+_DIVIDES = "_step_supports_amp_scaling"  # attribute of an optimizer, which scalers and clipping ask
 
 
 def described(module: nn.Module, copied: Sequence[nn.Module] = ()) -> dict[str, str]:
@@ -166,6 +167,7 @@ def mend_optimizers(
         return
     for optimizer in optimizers:
         step_one_by_one_if_mixed(optimizer)
+        scale_no_gradient_of_mixed(optimizer)
         split_what_is_loaded(optimizer, module)
 
 
@@ -180,7 +182,7 @@ def step_one_by_one_if_mixed(optimizer: Optimizer) -> None:
 
     def before(*_: Any) -> None:
         for group in optimizer.param_groups:
-            meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
+            meshes = _meshes(group)
             for way in {"foreach", "fused"} & group.keys() if len(meshes) > 1 else ():
                 if group[way] and way not in warned:
                     warned.add(way)
@@ -200,3 +202,14 @@ def step_one_by_one_if_mixed(optimizer: Optimizer) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
+
+
+def scale_no_gradient_of_mixed(optimizer: Optimizer) -> None:
+    """Let a scaler divide the gradients itself where no fused kernel, which would, can run."""
+    mixed = any(g.get("fused") and len(_meshes(g)) > 1 for g in optimizer.param_groups)
+    if mixed and getattr(optimizer, _DIVIDES, False):
+        setattr(optimizer, _DIVIDES, False)
+
+
+def _meshes(group: dict[str, Any]) -> set[DeviceMesh | None]:
+    return {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}

@@ -235,6 +235,23 @@ def test_a_scaler_stays_the_one_that_the_program_holds():
         assert (scaler.updates, scaler.get_scale()) == (2, scale)
 
 
+@pytest.mark.spmd(2)
+def test_a_scaler_and_a_fused_optimizer_of_shards_and_scalars():
+    """No fused kernel runs for both, so none divides the gradients by the scale."""
+
+    class Fused(Plain):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-2, fused=True)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "gradient_clip_val": 0.5}
+    shards = {"sharding": "full"}
+    expected = train((2,), shards, Plain(), torch.float32, **options)
+    with pytest.warns(UserWarning, match="fused=True updates parameters of one mesh"):
+        found = train((2,), shards, Fused(), torch.float32, **options)
+    assert_equal_runs(found, expected, 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_scaled_training_is_the_unscaled_one():
