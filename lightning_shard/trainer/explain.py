@@ -46,6 +46,10 @@ _BY_MESSAGE = {
         "optimizer only if its first parameter is a shard: give it that one first, or let "
         "precision='16-mixed' scale the loss."
     ),
+    "FSDP expects uniform original parameter dtype": _WHOLE + (
+        "Or: a hook such as on_fit_start has changed the dtype of a part after the module was "
+        "sharded: change it in __init__, configure_model or setup."
+    ),
     "cannot compute the infinity norm on an empty tensor": _WHOLE + (
         "Or: torch finds no largest number of a gradient of which a rank has no part; clip by "
         "another norm, or by gradient_clip_val of the Trainer."

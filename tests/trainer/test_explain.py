@@ -299,3 +299,64 @@ def test_a_resumed_run_with_too_few_epochs():
     runner = trainer((2,), max_epochs=4)
     runner.fit(Featured(), loader(4), ckpt_path=path)
     assert runner.current_epoch == 4
+
+
+class ChangesDtype(Featured):
+    """Computes one layer in float32."""
+
+    def forward(self, x):
+        hidden = self.network[0](x.float()).double()
+        return self.network[1:](hidden) * self.weight.sum() + self.offset
+
+
+class ChangesDtypeLate(ChangesDtype):
+    def on_fit_start(self):
+        self.network[0].float()
+
+
+class ChangesDtypeInSetup(ChangesDtype):
+    def setup(self, stage):
+        self.network[0].float()
+
+
+@pytest.mark.spmd(2)
+def test_a_dtype_that_is_changed_in_a_hook():
+    with pytest.raises(AssertionError, match="uniform original parameter dtype") as caught:
+        fit_sharded(ChangesDtypeLate(), (2,), strategy={"sharding": "full"})
+    assert "in __init__, configure_model or setup" in caught.value.__notes__[0]
+    ways = (ChangesDtypeInSetup(), "full"), (ChangesDtypeLate(), "none")
+    runs = [fit_sharded(module, (2,), strategy={"sharding": mode}) for module, mode in ways]
+    found, expected = (run.callback_metrics["loss"] for run in runs)
+    torch.testing.assert_close(found, expected)
+
+
+class OwnScaler(Featured):
+    """Scales by a scaler of its own; the optimizer is given the parameters in an order."""
+
+    def __init__(self, key):
+        super().__init__()
+        self.automatic_optimization, self.key = False, key
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers().optimizer
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(self.scaler.scale(loss))
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self.log("loss", loss)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(sorted(self.parameters(), key=self.key), lr=0.05)
+
+
+@pytest.mark.spmd(2)
+def test_a_scaler_of_shards_after_a_scalar():
+    with pytest.raises(AttributeError, match="placements") as caught:
+        fit_sharded(OwnScaler(lambda p: p.ndim), (2,), strategy={"sharding": "full"})
+    assert "give it that one first" in caught.value.__notes__[0]
+    ways = (OwnScaler(lambda p: -p.ndim), "full"), (OwnScaler(lambda p: p.ndim), "none")
+    runs = [fit_sharded(module, (2,), strategy={"sharding": mode}) for module, mode in ways]
+    found, expected = (run.callback_metrics["loss"] for run in runs)
+    torch.testing.assert_close(found, expected)
