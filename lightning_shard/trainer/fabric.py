@@ -38,11 +38,7 @@ from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.errors_together import together
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.environment import check_processes
-from lightning_shard.trainer.fabric_modules import (
-    around_loop,
-    refuse_unreduced,
-    shard_again,
-)
+from lightning_shard.trainer.fabric_modules import around_loop, refuse_unreduced, shard_again
 from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered, through
 from lightning_shard.trainer.host import own_batches
 from lightning_shard.trainer.metrics_once import count_metrics_over
