@@ -241,7 +241,7 @@ class SameBlocks:
                 check_ranks([rank for rank in self.ranks if rank != self._rank])
             except RankFailedError:  # a rank whose run has ended has said so
                 other = other or self._difference(event, self.ranks)
-                if not other:
+                if not other and not self._store.check([f"{key}/all"]):
                     raise
             asked, stuck = True, stuck + 1 if (waits := self._waits(event)) else 0
             other = other or (waits if stuck > STUCK_LOOKS else "")

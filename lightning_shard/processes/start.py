@@ -18,9 +18,15 @@ from lightning_shard.processes.device import (
     own_device,
     present,
 )
+from lightning_shard.processes.failures.linux_processes import note_process
 from lightning_shard.processes.failures.orphans import ends_with_starter
 from lightning_shard.processes.process_info import process_info
-from lightning_shard.processes.store import connect, names_of_this_start, note_group
+from lightning_shard.processes.store import (
+    connect,
+    names_of_this_start,
+    note_group,
+    store_of_attempt,
+)
 from lightning_shard.processes.variables import ProcessInfo
 
 
@@ -122,6 +128,7 @@ def join(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **place
     )
     note_group()
+    note_process(store_of_attempt(), rank)
 
 
 def _seen(device: torch.device) -> tuple[str, int]:

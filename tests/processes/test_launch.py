@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+import lightning_shard
 from lightning_shard import launch
 from lightning_shard.memory.free import free_here
 from lightning_shard.processes import forking, mesh
@@ -144,6 +145,25 @@ def test_ranks_that_had_returned_are_named():
 
     with pytest.raises(ProcessRaisedException, match=r"rank 0 failed.* \(ranks \[1\] had returned"):
         launch(body)
+
+
+@pytest.mark.parametrize("returns", [0, 1])
+def test_a_rank_that_waits_in_the_store_for_one_that_has_returned(returns):
+    """No connection breaks there: it waited for half an hour."""
+
+    def body():
+        mesh = lightning_shard.init_mesh({"domain": -1})
+        layer, options = nn.Linear(2, 2), lightning_shard.ShardingOptions("full")
+        lightning_shard.parallelize(layer, mesh, options=options)
+        if dist.get_rank() != returns:
+            layer(torch.randn(3, 2))
+
+    with pytest.raises(ProcessRaisedException) as caught:
+        launch(body)
+    words = str(caught.value)
+    assert f"rank {1 - returns} failed, so all ranks were ended (ranks [{returns}] had" in words
+    assert f"waited for another rank in vain: rank {returns}: has come to the end" in words
+    assert "in body\n    layer(" in words
 
 
 def test_death_of_a_rank_is_raised_here():

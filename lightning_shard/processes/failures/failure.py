@@ -12,6 +12,7 @@ from lightning_shard.processes.errors import LightningShardError
 
 SIGTERM, SIGTERM_CODE = "SIGTERM", 128 + signal.SIGTERM
 ENDED = "ended without a word (it was killed, or called exit), or is not reached any more"
+LEFT = "has come to the end of its program, or was killed"
 # words of torch's store and of collectives, whose errors are plain RuntimeErrors in some releases
 _LOST = (
     "Connection closed by peer",
@@ -86,9 +87,9 @@ def unpacked(packed: bytes) -> Failure:
     return Failure(*json.loads(packed))
 
 
-def ended(ranks: Sequence[int]) -> Failure:
+def ended(ranks: Sequence[int], words: str = ENDED) -> Failure:
     """Return the failure of ranks that ended without a word."""
-    return Failure(ranks[0], f"rank {' and '.join(map(str, ranks))}: {ENDED}")
+    return Failure(ranks[0], f"rank {' and '.join(map(str, ranks))}: {words}")
 
 
 def note_first(error: BaseException, text: str) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from lightning_shard.processes.failures.common_place import CommonPlace
 from lightning_shard.processes.failures.failure import (
+    LEFT,
     SIGTERM,
     SIGTERM_CODE,
     STORE_GONE,
@@ -37,6 +38,7 @@ from lightning_shard.processes.failures.failure import (
 from lightning_shard.processes.failures.first_failure import AGREE_S, FirstFailure
 from lightning_shard.processes.failures.guard import Guard
 from lightning_shard.processes.failures.heartbeats import Heartbeats
+from lightning_shard.processes.failures.linux_processes import ended_among
 from lightning_shard.processes.failures.store_thread import ANSWER_S, StoreThread
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import default_store
@@ -66,7 +68,9 @@ def watch_ranks(rank: int, *, timeout_s: float) -> "FailureWatch":
 
 
 def check_ranks(waited_for: Sequence[int]) -> None:
-    """Look whether ranks still come, where they are watched; call it now and then in a wait.
+    """Look whether ranks still come; call it now and then in a wait.
+
+    In a script, where nobody watches them, the processes of this machine are looked at.
 
     Args:
         waited_for: The global ranks, without this one.
@@ -74,9 +78,11 @@ def check_ranks(waited_for: Sequence[int]) -> None:
     Raises:
         RankFailedError: One of them has ended, or any rank has failed.
     """
-    for watch in _open:
-        if not watch.rests and watch.group_store is default_store():
-            watch.check(waited_for)
+    watches = [w for w in _open if not w.rests and w.group_store is default_store()]
+    for watch in watches:
+        watch.check(waited_for)
+    if not watches and is_of_processes() and (left := ended_among(store_of_attempt(), waited_for)):
+        raise RankFailedError(ended(left, LEFT))
 
 
 def tell_end(why: str) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_shard.processes.failures.linux_processes import has_ended, own_place
+from lightning_shard.processes.failures.linux_processes import ended_among, note_process
 
 SILENT_S = 30.0  # without a heartbeat of a rank that is waited for, on another machine
 
@@ -17,7 +17,7 @@ class Heartbeats:
         self._store, self._prefix = store, prefix
         self.rank, self.ranks = rank, ranks
         self._seen: dict[int, tuple[int, float]] = {}  # by rank a count, and since when it is that
-        store.set(f"{prefix}/place_{rank}", own_place())
+        note_process(store, rank)
 
     def beat(self) -> None:
         """Count one heartbeat of this rank."""
@@ -34,9 +34,7 @@ class Heartbeats:
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks of `ranks` whose processes are seen to have ended, on this machine."""
-        keys = {rank: f"{self._prefix}/place_{rank}" for rank in ranks if rank != self.rank}
-        there = [rank for rank, key in keys.items() if self._store.check([key])]
-        return [rank for rank in there if has_ended(self._store.get(keys[rank]).decode())]
+        return ended_among(self._store, [rank for rank in ranks if rank != self.rank])
 
     def lost(self, waited_for: Sequence[int]) -> list[int]:
         """Return the ranks that have ended or fallen silent; call it about every second."""

@@ -1,7 +1,21 @@
 """Reads from Linux whether a process of this machine has ended."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+
+def note_process(store: Any, rank: int) -> None:
+    """Write into the store of the ranks which process this rank is."""
+    store.set(f"process_of/{rank}", own_place())
+
+
+def ended_among(store: Any, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks of `ranks` whose processes are seen to have ended, on this machine."""
+    keys = {rank: f"process_of/{rank}" for rank in ranks}
+    there = [rank for rank, key in keys.items() if store.check([key])]
+    return [rank for rank in there if has_ended(store.get(keys[rank]).decode())]
 
 
 def own_place() -> str:
