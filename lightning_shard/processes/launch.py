@@ -47,6 +47,10 @@ from lightning_shard.processes.start import start_process_group
 
 FAIL_S = 1.0  # for the others to fail, too: a rank that dumps its core ends after those it leaves
 END_S = 5.0  # for a rank to end once it is told to
+_ABORTED = (  # by gloo, which says no more than "op.preamble.length <= op.nbytes"
+    " So gloo ends a rank to which another sends more than it expects: their tensors differ in "
+    "shape or dtype, or one has called another function. Let all call the same with like tensors."
+)
 
 
 def launch(
@@ -184,6 +188,9 @@ def _failure(ranks: ProcessContext, rank: int, task: _Task) -> Exception:
         code = processes[died[0]].exitcode or 0
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         text = f"rank {died[0]} ended with {how} and no result, so all ranks were ended."
+        text += _ABORTED if code == -signal.SIGABRT else ""
+        if left := sorted(failed.difference(died)):
+            text += f" Rank {left[0]} has lost it:\n\n{pickle.loads(files[left[0]].read_bytes())}"
         return ProcessExitedException(text, died[0], pids[died[0]], code)
     first = min(failed, key=lambda r: files[r].stat().st_mtime_ns)
     traceback = pickle.loads(files[first].read_bytes())

@@ -166,6 +166,22 @@ def test_a_rank_that_waits_in_the_store_for_one_that_has_returned(returns):
     assert "in body\n    layer(" in words
 
 
+def test_a_rank_whose_message_is_longer_than_another_expects():
+    """gloo ends the process, in a thread of its own, where no Python runs."""
+
+    def body():
+        x = lightning_shard.shard(torch.ones(4), lightning_shard.init_mesh({"domain": -1}), 0)
+        return (x.double() if dist.get_rank() else x).sum()
+
+    with pytest.raises(ProcessExitedException) as caught:
+        launch(body)
+    words = str(caught.value)
+    assert "rank 0 ended with SIGABRT" in words
+    assert "their tensors differ in shape or dtype, or one has called another function" in words
+    assert "Rank 1 has lost it:" in words
+    assert "return (x.double()" in words
+
+
 def test_death_of_a_rank_is_raised_here():
     def body():
         if dist.get_rank() == 1:
