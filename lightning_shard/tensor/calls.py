@@ -99,7 +99,9 @@ class Calls:
             return f"a copy of {makers[0]}" if makers else ""
         values = list[Any]()
         if reads:
-            self._makers[function] += makers
+            # under no_grad on one rank its rows would have no part in the gradient
+            how = "" if torch.is_grad_enabled() else " without gradients"
+            self._makers[function] += [f"{maker}{how}" for maker in makers]
             _collect(_read_of(function, args, kwargs), values)
             self._given[function] += values
         number = self._order[-1][1] + 1 if self._order else 1

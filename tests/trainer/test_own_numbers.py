@@ -12,6 +12,12 @@ from tests.trainer.featured import Featured, fit_sharded
 from tests.trainer.test_fabric_loops import fabric_with
 from tests.trainer.test_fabric_same_steps import train
 
+
+def with_gradients(mode, function):
+    with torch.set_grad_enabled(bool(mode)):
+        return function()
+
+
 CHOICES = {
     "list": lambda x, rng: [x.sin(), x.cos(), x.tanh()][rng.integers(3)] * 2,
     "samples": lambda x, rng: x.unbind(0)[rng.integers(2)] * 2,
@@ -20,6 +26,7 @@ CHOICES = {
     ),
     "set": lambda x, rng: torch.cat([(x * 2, x * 3)[i] for i in rng.permutation(2)], 1),
     "copies": lambda x, rng: (x.sin().detach(), x.cos().detach())[rng.integers(2)] * 2 + x,
+    "gradients": lambda x, rng: with_gradients(rng.integers(2), x.sin) * 2,
     "precision": lambda x, rng: x.to([torch.float32, torch.float64][rng.integers(2)]).double(),
 }
 MODES = ["circular", "replicate"]
@@ -96,6 +103,7 @@ class Chooses(Augments):
 
 
 WORDS = {
+    "gradients": r"Tensor.sin another split tensor.*the batch without gradients",
     "precision": "Tensor.to other numbers",
     "entry": r"torch.conv2d another split tensor.*: tensor 1 of the batch, and tensor 0",
     "halves": "torch.cat another split tensor",
@@ -103,7 +111,7 @@ WORDS = {
 }
 
 
-@pytest.mark.quick_rows("list", "set")
+@pytest.mark.quick_rows("list", "set", "gradients")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("choice", [*CHOICES, "entry"])
 def test_choices_of_one_rank_are_refused(choice):
