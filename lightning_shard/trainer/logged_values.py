@@ -21,12 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_shard.fsdp.same_blocks import SameBlocks, order_of, same_blocks
-from lightning_shard.lightning import (
-    EarlyStopping,
-    ModelCheckpoint,
-    Trainer,
-    rank_zero_warn,
-)
+from lightning_shard.lightning import EarlyStopping, ModelCheckpoint, Trainer, rank_zero_warn
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.trainer.between_batches import follow_batches
 from lightning_shard.trainer.host import (
@@ -232,18 +227,22 @@ class LoggedValues:
     def _exchange(self, number: Tensor, name: str, group: Any) -> tuple[Tensor, ...]:
         """Return for each rank of `group` its number, the checksum of its name, and its samples."""
         bits = number.detach().to(self._device).reshape(1).view(torch.int32)
-        tag = zlib.crc32(name.encode()) - 2**31
         mine = torch.zeros(1, 4, dtype=torch.int32, device=self._device)
         mine[0, : bits.numel()] = bits
-        mine[0, 2] = tag
+        mine[0, 2] = _tag(name)
         mine[0, 3] = self._samples or 0
+        all_of_them = self._gather(mine, name, group)
+        values = all_of_them[:, : bits.numel()].contiguous().view(number.dtype).reshape(-1)
+        return values, all_of_them[:, 2], all_of_them[:, 3]
+
+    def _gather(self, mine: Tensor, name: str, group: Any) -> Tensor:
+        """Return the rows of all ranks of a group, (ranks, 4), of which this one has its own."""
         all_of_them = mine.new_empty(dist.get_world_size(group), 4)
         place = next((place for place in (_END, _NEXT) if name.startswith(place)), None)
         event = f"logs {name!r}" if place is None else f"comes to {place}"
         with self.exchanges(event) if group is self._world else nullcontext():
             dist.all_gather_into_tensor(all_of_them, mine, group)
-        values = all_of_them[:, : bits.numel()].contiguous().view(number.dtype).reshape(-1)
-        return values, all_of_them[:, 2], all_of_them[:, 3]
+        return all_of_them
 
     def _refuse_other_names(self, name: str, tags: Tensor, group: Any) -> None:
         if len(set(tags.tolist())) > 1:
@@ -290,10 +289,11 @@ class LoggedValues:
         """
         if not self._is_possible():
             return [*wishes]
-        bits = torch.tensor(sum(wish << place for place, wish in enumerate(wishes)), device="cpu")
-        found, tags, _ = self._exchange(bits, _NEXT, self._world)
-        self._refuse_other_names(_NEXT, tags, self._world)
-        everywhere = functools.reduce(or_, found.tolist())
+        bits = sum(wish << place for place, wish in enumerate(wishes))
+        row = torch.tensor([[bits, 0, _tag(_NEXT), 0]], dtype=torch.int32, device=self._device)
+        rows = self._gather(row, _NEXT, self._world).cpu()  # one wait for a device
+        self._refuse_other_names(_NEXT, rows[:, 2], self._world)
+        everywhere = functools.reduce(or_, rows[:, 0].tolist())
         return [bool(everywhere >> place & 1) for place in range(len(wishes))]
 
     def _agreed(self, value: Any, *, kind: str, name: str) -> Any:
@@ -371,6 +371,11 @@ def _other_names(names: list[str], ranks: list[int]) -> str:
         f"the ranks do different things: {said[1]}, where {said[0]}; log the same names with "
         "sync_dist=True in the same order on all ranks."
     )
+
+
+def _tag(name: str) -> int:
+    """Return the checksum of a name, as an int32."""
+    return zlib.crc32(name.encode()) - 2**31
 
 
 def _number(value: Any) -> float | None:
