@@ -128,18 +128,18 @@ def difference(here, there):
     """What rank 0 says while it waits, after rank 1 has."""
     store = dist.HashStore()
     own, other = CallOrder(0, [0, 1], here), CallOrder(1, [0, 1], there)
-    assert other.difference(store, in_call=True) is None
-    found = own.difference(store, in_call=True)
+    assert other.difference(store, "call") is None
+    found = own.difference(store, "call")
     assert not own.ahead  # rows for the other rank may still travel
     return found
 
 
-def ahead(here, there, *, in_call=True, other_in_call=False):
+def ahead(here, there, *, waits="call", other_waits=""):
     """What rank 0 says once all ranks wait."""
     store = dist.HashStore()
     own, other = CallOrder(0, [0, 1], here), CallOrder(1, [0, 1], there)
-    assert other.difference(store, in_call=other_in_call) is None
-    assert own.difference(store, in_call=in_call) is None
+    assert other.difference(store, other_waits) is None
+    assert own.difference(store, waits) is None
     return own.ahead
 
 
@@ -148,8 +148,9 @@ def test_a_rank_may_wait_in_a_call_to_which_another_does_not_come():
     assert "called torch.abs on split tensors, and rank 1" in ahead(calls_of(a, b, a), calls_of(a))
     assert not ahead(calls_of(a, b), calls_of(a, b))
     assert not ahead(calls_of(a), calls_of(a, b))  # the other rank is, and says so
-    assert not ahead(calls_of(a, b), calls_of(a), in_call=False)
-    assert not ahead(calls_of(a, b), calls_of(a), other_in_call=True)
+    assert not ahead(calls_of(a, b), calls_of(a), waits="")
+    assert not ahead(calls_of(a, b), calls_of(a), other_waits="call")
+    assert not ahead(calls_of(a, b), calls_of(a), other_waits="barrier")  # it will say why
     assert not ahead(calls_of(a, b), calls_of(a, begun=1))
     assert not ahead(calls_of(*[a] * 1200), calls_of(a))  # what came next is forgotten
 
@@ -194,8 +195,8 @@ def test_a_rank_that_goes_on_takes_back_what_it_has_told():
     own, other = (
         CallOrder(rank, [0, 1], calls_of(f)) for rank, f in enumerate([torch.relu, torch.abs])
     )
-    assert other.difference(store, in_call=False) is None
+    assert other.difference(store, "") is None
     other.forget(store)
     other.forget(store)
-    assert own.difference(store, in_call=True) is None
+    assert own.difference(store, "call") is None
     assert not own.ahead

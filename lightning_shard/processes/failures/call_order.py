@@ -39,19 +39,20 @@ class CallOrder:
         self._other = ranks[1] if rank == ranks[0] else ranks[0]
         self.ahead = ""
 
-    def difference(self, store: Any, *, in_call: bool) -> str | None:
+    def difference(self, store: Any, waits: str) -> str | None:
         """Tell the others what this rank, which waits, has called; word where one differs.
 
         Args:
             store: The store of the ranks.
-            in_call: True if this rank waits in a function that is called with split tensors.
+            waits: Says what waits: "call" for a function that is called with split tensors,
+                "barrier" for one that will say by itself which rank is missing, or "".
         """
         began, number, calls = self._latest()
         self.ahead = ""
-        self._notice.tell(store, [began, number, calls, in_call])
+        self._notice.tell(store, [began, number, calls, waits])
         if not (told := told_by_all(store, [_key(self._other)])):
             return None
-        other_began, other_number, others, other_in_call = told[0]
+        other_began, other_number, others, other_waits = told[0]
         if began != other_began:
             return None
         first = max(number - len(calls), other_number - len(others))
@@ -64,7 +65,7 @@ class CallOrder:
                     f"it shares its samples, has called {there}, and one waits for the other. "
                     f"{_WAYS_OUT}"
                 )
-        if first <= last < number and in_call and not other_in_call:
+        if first <= last < number and waits == "call" and not other_waits:
             self.ahead = (
                 f"it has called {calls[last - number]} on split tensors, and rank {self._other}, "
                 f"with which it shares its samples, has not. {_WAYS_OUT}"

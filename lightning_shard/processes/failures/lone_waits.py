@@ -40,6 +40,7 @@ _RULES = f"{_OURS}ops{os.sep}"  # with a folder for each family
 _CALLS = [f"{_OURS}{room}{os.sep}" for room in ("ops", "domain", "tensor")]
 _BACKWARD = "whole_gradients.py"  # passes a call to autograd on
 _TORCH = f"{os.sep}torch{os.sep}"
+_BARRIER = "rank_barrier.py"
 _WAITS = (
     "distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "same_blocks.py",
     "wire.py", "_fsdp_collectives.py", "_fsdp_param_group.py",
@@ -126,7 +127,7 @@ class LoneWaits:
         if self.order is not None:
             if own is None or waited <= ORDER_S:
                 self.order.forget(self._store)
-            elif other := self.order.difference(self._store, in_call=waits[own][2]):
+            elif other := self.order.difference(self._store, waits[own][2]):
                 _end(self._rank, other)
         if own is None or waited <= STUCK_S:
             self._notice.take_back(self._store)
@@ -163,7 +164,7 @@ def _key(rank: int) -> str:
     return f"lone_waits/{rank}"
 
 
-def _places() -> dict[tuple[int, int, int], tuple[bool, str, bool]]:
+def _places() -> dict[tuple[int, int, int], tuple[bool, str, str]]:
     """Return for each thread that waits where it does, see `_place`.
 
     A frame that is held keeps the tensors of its function after that has returned, so that their
@@ -193,19 +194,23 @@ def _end(rank: int, why: str) -> None:
     os._exit(1)
 
 
-def _place(frame: FrameType) -> tuple[bool, str, bool]:
-    """Return whether this package waits there, the line of the script, and if a call waits.
+def _place(frame: FrameType) -> tuple[bool, str, str]:
+    """Return whether this package waits there, the line of the script, and what waits.
 
-    One line may call many operations, so the family of the one that waits is named, too.
+    What waits is a "call", a "barrier" that will say by itself which rank is missing, or "". One
+    line may call many operations, so the family of the one that waits is named, too.
     """
-    is_split, in_call, at, inside = False, False, frame, ""
+    is_split, at, inside, waits = False, frame, "", ""
     while at is not None:
         file = at.f_code.co_filename
         if _RULES in file.rpartition(os.sep)[0] and not file.endswith(_BACKWARD):
             inside = f" (in {Path(file).stem})"
         is_split = is_split or _OURS in file
-        in_call = in_call or any(room in file for room in _CALLS)
+        if not waits and file.endswith(_BARRIER):
+            waits = "barrier"
+        if not waits and any(room in file for room in _CALLS):
+            waits = "call"
         if _OURS not in file and _TORCH not in file:
-            return is_split, f"{file}:{at.f_lineno}{inside}", in_call
+            return is_split, f"{file}:{at.f_lineno}{inside}", waits
         at = at.f_back
-    return is_split, f"{frame.f_code.co_filename}:{frame.f_lineno}", in_call
+    return is_split, f"{frame.f_code.co_filename}:{frame.f_lineno}", waits
