@@ -3,16 +3,24 @@
 Lightning starts them by the file of the script alone, `python train.py`, without flags of Python.
 """
 
+import atexit
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+LOOK_S = 1.0
 END_S = 15.0  # for the process that started the others to end by itself, once one has failed
+# what the others end with at Ctrl-C and at a scheduler's end, as Popen and as shells write it
+ENDED_BY_USER = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+_started: list[Any] = []  # the processes of LOCAL_RANK 1, 2, ...
 
 
 @contextmanager
@@ -64,17 +72,60 @@ def refuse_a_program_without_a_file() -> None:
     )
 
 
-def kill_all_if_one_fails(processes: list[Any]) -> None:
-    """Kill this process and those that it has started, some time after one of them has failed.
+def watch_others(processes: list[Any]) -> None:
+    """End this process, which has started others, as they end.
 
-    Lightning does it after 0 to 5 s. Here this process can say which rank failed, and save.
+    Lightning kills it 0 to 5 s after one of them has failed. Here it has the time to say which rank
+    failed, and to save. Once its own part is done, it waits for the others, and fails if one does.
     """
-    codes: list[int | None] = [None]
-    while None in codes and not any(codes):
-        time.sleep(1.0)
-        codes = [process.poll() for process in processes]
-    if any(codes):
-        time.sleep(END_S)
-        for number in (*(process.pid for process in processes), os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
+    _started.extend(processes)
+    atexit.register(_wait_for_others)
+    Thread(target=_end_all_if_one_fails, daemon=True).start()
+
+
+@contextmanager
+def own_end() -> Generator[None]:
+    """Let the error of this process, or Ctrl-C, be what it ends by, whatever the others do."""
+    try:
+        yield
+    except BaseException:
+        atexit.unregister(_wait_for_others)
+        raise
+
+
+def _end_all_if_one_fails() -> None:
+    while (codes := [process.poll() for process in _started]) and not any(codes):
+        if None not in codes:
+            return
+        time.sleep(LOOK_S)
+    time.sleep(END_S)
+    for process in _started:
+        if process.poll() is None:
+            process.kill()
+    _end(f"and this process had not ended {END_S:.0f} s later")
+
+
+def _wait_for_others() -> None:
+    """Wait until all have ended, and fail where one has failed after the part of this process."""
+    begin, is_said = time.monotonic(), False
+    while running := [process for process in _started if process.poll() is None]:
+        time.sleep(0.02)
+        if time.monotonic() > begin + END_S and not is_said:
+            is_said = True
+            names = ", ".join(str(1 + _started.index(process)) for process in running)
+            _say(f"This process has ended its part; it waits for LOCAL_RANK {names}.")
+    if any(process.poll() not in (0, *ENDED_BY_USER) for process in _started):
+        _end("after this process had done its part")
+
+
+def _end(when: str) -> None:
+    codes = {local: process.poll() for local, process in enumerate(_started, 1)}
+    rank, code = next((rank, code) for rank, code in codes.items() if code)
+    way = f"exit code {code}" if code > 0 else f"signal {-code}"
+    _say(f"The process of LOCAL_RANK {rank} ended with {way}, {when}; look for its error above.")
+    logging.shutdown()
+    os._exit(max(1, code))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

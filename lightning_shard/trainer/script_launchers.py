@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from threading import Thread
 from typing import Any
 
 from typing_extensions import override
@@ -13,8 +12,9 @@ from lightning_shard.processes.cpu_settings import share_cores
 from lightning_shard.processes.failures.orphans import begin_to_start
 from lightning_shard.processes.script_processes import (
     flags_of_python,
-    kill_all_if_one_fails,
+    own_end,
     refuse_a_program_without_a_file,
+    watch_others,
 )
 
 
@@ -25,7 +25,8 @@ def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[.
         RuntimeError: The script has no file that could be run again.
     """
     if launcher.cluster_environment.creates_processes_externally:  # or in an earlier stage
-        return launch(function)
+        with own_end():
+            return launch(function)
     refuse_a_program_without_a_file()
     begin_to_start()
     share_cores(launcher.num_processes)  # Lightning does so once the others have started
@@ -36,10 +37,10 @@ def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[.
         starts.close()
         watched, launcher.procs = launcher.procs, [*launcher.procs]
         watched.clear()  # Lightning's own observer has nothing left to kill
-        Thread(target=kill_all_if_one_fails, args=(launcher.procs,), daemon=True).start()
+        watch_others(launcher.procs)
         return function()
 
-    with starts:
+    with starts, own_end():
         starts.enter_context(flags_of_python())
         return launch(begun)
 

@@ -54,6 +54,19 @@ if __name__ == "__main__":
     ).fit(module, data)
     print(__debug__, module.network.weight.sum().item())
 """
+STARTER = """
+import subprocess, sys, time
+from lightning_shard.processes import script_processes
+
+script_processes.END_S, script_processes.LOOK_S = float(sys.argv[3]), 0.1
+processes = [subprocess.Popen([sys.executable, "-c", part]) for part in sys.argv[4:]]
+time.sleep(0.2)
+with script_processes.own_end():
+    script_processes.watch_others(processes)
+    exec(sys.argv[1])
+exec(sys.argv[2])
+print("done", flush=True)
+"""
 
 
 def run(*flags: str, **variables: str) -> list[str]:
@@ -127,3 +140,53 @@ def test_asserts_are_left_out_on_all_ranks(tmp_path):
     assert [line.split()[0] for line in on_ranks] == ["False"] * 2
     for line in on_ranks:
         assert float(line.split()[1]) == pytest.approx(float(alone.split()[1]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inside", "after", "others", "code", "words"),
+    [
+        ("", "", ["", ""], 0, ["done"]),
+        ("", "", ["", "import time; time.sleep(1); print('later')"], 0, ["done", "later"]),
+        ("", "", ["", "raise SystemExit(3)"], 3,
+         ["done", "LOCAL_RANK 2 ended with exit code 3, after this process had done its part"]),
+        ("", "", ["import os, time; time.sleep(1); os.kill(os.getpid(), 9)"], 1,
+         ["done", "LOCAL_RANK 1 ended with signal 9, after this process had done its part"]),
+        ("", "", ["import time; time.sleep(4)"], 0,
+         ["done", "This process has ended its part; it waits for LOCAL_RANK 1."]),
+        ("time.sleep(60)", "", ["raise SystemExit(3)", "import time; time.sleep(60)"], 3,
+         ["LOCAL_RANK 1 ended with exit code 3, and this process had not ended 2 s later"]),
+        ("raise ValueError('mine')", "", ["raise SystemExit(3)"], 1, ["ValueError: mine"]),
+        ("raise SystemExit(130)", "", ["raise SystemExit(1)"], 130, []),
+        ("", "raise SystemExit(5)", [""], 5, []),
+        ("", "", ["raise SystemExit(130)", "raise SystemExit(143)"], 0, ["done"]),
+    ],
+)  # fmt: skip
+def test_a_script_ends_as_its_processes(inside, after, others, code, words):
+    command = [sys.executable, "-c", STARTER, inside, after, "2", *others]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert all(word in output for word in words), output
+    lines = output.count("LOCAL_RANK")
+    assert lines == sum("LOCAL_RANK" in word for word in words), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["raise ValueError('mine')", "import os; os.kill(os.getpid(), 9)"])
+def test_a_script_fails_if_one_rank_fails_at_its_end(end, tmp_path):
+    program = TRAINING.replace("DEVICES", "2") + (
+        "    import os\n"
+        "    if os.environ['LOCAL_RANK'] == '1':\n"
+        f"        {end}\n"
+    )  # fmt: skip
+    (tmp_path / "train.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "The process of LOCAL_RANK 1 ended with" in done.stderr
