@@ -158,7 +158,7 @@ def one_scheduler():
 @pytest.mark.parametrize(
     ("body", "arguments", "words"),
     [
-        (one_scheduler, (), "rank 0 steps ReduceLROnPlateau, where rank 1 comes to the end of the"),
+        (one_scheduler, (), "rank 0 steps ReduceLROnPlateau, where rank 1 comes to the next batch"),
         (one_more_in_a_step, ("train", 2), "rank 1 logs 'b', where rank 0 "),
         (one_more_in_a_step, ("validate", 2), "rank 1 logs 'b', where rank 0 "),
     ],
