@@ -5,12 +5,13 @@ Lightning starts them by the file of the script alone, `python train.py`, withou
 
 import atexit
 import logging
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -79,7 +80,7 @@ def watch_others(processes: list[Any]) -> None:
     failed, and to save. Once its own part is done, it waits for the others, and fails if one does.
     """
     _started.extend(processes)
-    atexit.register(_wait_for_others)
+    atexit.register(_wait_for_others, END_S)
     Thread(target=_end_all_if_one_fails, daemon=True).start()
 
 
@@ -105,17 +106,40 @@ def _end_all_if_one_fails() -> None:
     _end(f"and this process had not ended {END_S:.0f} s later")
 
 
-def _wait_for_others() -> None:
+def _wait_for_others(within_s: float) -> None:
     """Wait until all have ended, and fail where one has failed after the part of this process."""
-    begin, is_said = time.monotonic(), False
-    while running := [process for process in _started if process.poll() is None]:
+    last = time.monotonic() + within_s
+    while running := [local for local, p in enumerate(_started, 1) if p.poll() is None]:
+        if time.monotonic() > last:
+            _wait_without_connections(running)
         time.sleep(0.02)
-        if time.monotonic() > begin + END_S and not is_said:
-            is_said = True
-            names = ", ".join(str(1 + _started.index(process)) for process in running)
-            _say(f"This process has ended its part; it waits for LOCAL_RANK {names}.")
     if any(process.poll() not in (0, *ENDED_BY_USER) for process in _started):
         _end("after this process had done its part")
+
+
+def _wait_without_connections(running: list[int]) -> None:
+    """Go on to wait as a program that holds no connection: the others may wait for this process."""
+    _say(f"This process has ended its part; it waits for LOCAL_RANK {str(running)[1:-1]}.")
+    logging.shutdown()
+    for descriptor in [int(file.name) for file in Path("/dev/fd").iterdir()]:
+        if descriptor > 2:
+            with suppress(OSError):  # that of the folder, which is closed
+                os.set_inheritable(descriptor, False)
+    words = [f"{process.pid} {process.poll()}" for process in _started]
+    os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, *words])
+
+
+class _Child:
+    """Is a process that this one started before it became the program that waits."""
+
+    def __init__(self, pid: str, code: str) -> None:
+        self.pid, self._code = int(pid), None if code == "None" else int(code)
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
 
 
 def _end(when: str) -> None:
@@ -129,3 +153,8 @@ def _end(when: str) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    _started.extend(_Child(*word.split()) for word in sys.argv[1:])
+    _wait_for_others(math.inf)

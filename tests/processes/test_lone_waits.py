@@ -48,6 +48,26 @@ def test_a_rank_that_draws_alone_in_a_loop_of_the_user(sharding, extent, capfd):
     assert f"test_lone_waits.py:{line + 1}: a split tensor and a sharded module must be" in words
 
 
+def wait_for_those_that_ended(ended):
+    lone_waits.LOOK_S, lone_waits.STUCK_S = 0.2, 0.5
+    lone_waits.ended_among = lambda store, ranks: ended  # as Linux would say of processes
+    lightning_shard.init_mesh({"domain": -1})
+    if dist.get_rank() > 0:
+        time.sleep(4 if ended != [1, 2] else 20)
+    dist.barrier()
+    return True
+
+
+def test_a_rank_does_not_wait_for_ranks_that_have_ended(capfd):
+    assert launch(wait_for_those_that_ended, [1], processes=3, timeout_s=60) == [True] * 3
+    with pytest.raises(ProcessExitedException):
+        launch(wait_for_those_that_ended, [1, 2], processes=3, timeout_s=60)
+    words = capfd.readouterr().err
+    line = wait_for_those_that_ended.__code__.co_firstlineno + 6
+    assert "[rank 0] ended, because it waits at " in words
+    assert f"test_lone_waits.py:{line}, and all other ranks have come to the end" in words
+
+
 def test_a_rank_that_goes_on_again_is_not_waited_for():
     """It takes back where it waited while others read that."""
     store = dist.HashStore()

@@ -67,6 +67,15 @@ with script_processes.own_end():
 exec(sys.argv[2])
 print("done", flush=True)
 """
+SOCKET = "import pathlib, socket, time; one = socket.socket(socket.AF_UNIX)\n"
+LISTENS = (
+    SOCKET + "one.bind('here'); one.listen(); two, _ = one.accept()\n"
+    "one.set_inheritable(True); two.set_inheritable(True)"  # as some of gloo's are
+)
+CONNECTS = (
+    SOCKET + "while not pathlib.Path('here').exists(): time.sleep(0.01)\n"
+    "time.sleep(0.1); one.connect('here'); one.recv(1); raise SystemExit(6)"
+)
 
 
 def run(*flags: str, **variables: str) -> list[str]:
@@ -153,6 +162,10 @@ def test_asserts_are_left_out_on_all_ranks(tmp_path):
          ["done", "LOCAL_RANK 1 ended with signal 9, after this process had done its part"]),
         ("", "", ["import time; time.sleep(4)"], 0,
          ["done", "This process has ended its part; it waits for LOCAL_RANK 1."]),
+        ("", "", ["", "import time; time.sleep(4); raise SystemExit(7)"], 7,
+         ["it waits for LOCAL_RANK 2.", "LOCAL_RANK 2 ended with exit code 7, after this process"]),
+        (LISTENS, "", [CONNECTS], 6,
+         ["it waits for LOCAL_RANK 1.", "LOCAL_RANK 1 ended with exit code 6, after"]),
         ("time.sleep(60)", "", ["raise SystemExit(3)", "import time; time.sleep(60)"], 3,
          ["LOCAL_RANK 1 ended with exit code 3, and this process had not ended 2 s later"]),
         ("raise ValueError('mine')", "", ["raise SystemExit(3)"], 1, ["ValueError: mine"]),
@@ -161,25 +174,35 @@ def test_asserts_are_left_out_on_all_ranks(tmp_path):
         ("", "", ["raise SystemExit(130)", "raise SystemExit(143)"], 0, ["done"]),
     ],
 )  # fmt: skip
-def test_a_script_ends_as_its_processes(inside, after, others, code, words):
+def test_a_script_ends_as_its_processes(inside, after, others, code, words, tmp_path):
     command = [sys.executable, "-c", STARTER, inside, after, "2", *others]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     assert all(word in output for word in words), output
+    assert "Traceback" not in output or "mine" in inside, output
     lines = output.count("LOCAL_RANK")
     assert lines == sum("LOCAL_RANK" in word for word in words), output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["raise ValueError('mine')", "import os; os.kill(os.getpid(), 9)"])
-def test_a_script_fails_if_one_rank_fails_at_its_end(end, tmp_path):
+@pytest.mark.parametrize(
+    ("rank", "end", "words"),
+    [
+        (1, "raise ValueError('mine')", "The process of LOCAL_RANK 1 ended with exit code 1"),
+        (1, "os.kill(os.getpid(), 9)", "The process of LOCAL_RANK 1 ended with signal 9"),
+        (1, "torch.distributed.barrier()", "The process of LOCAL_RANK 1 ended with exit code 1"),
+        (0, "torch.distributed.new_group([0, 1])", "and all other ranks have come to the end"),
+    ],
+)
+def test_a_script_fails_if_one_rank_fails_at_its_end(rank, end, words, tmp_path):
     program = TRAINING.replace("DEVICES", "2") + (
         "    import os\n"
-        "    if os.environ['LOCAL_RANK'] == '1':\n"
+        f"    if os.environ['LOCAL_RANK'] == '{rank}':\n"
         f"        {end}\n"
     )  # fmt: skip
     (tmp_path / "train.py").write_text(program)
@@ -189,4 +212,4 @@ def test_a_script_fails_if_one_rank_fails_at_its_end(end, tmp_path):
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert "The process of LOCAL_RANK 1 ended with" in done.stderr
+    assert words in done.stderr

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from lightning_shard.processes.failures.call_order import CallOrder, Latest
 from lightning_shard.processes.failures.failure_watch import is_of_processes, tell_end
+from lightning_shard.processes.failures.linux_processes import ended_among
 from lightning_shard.processes.failures.notice import Notice, told_by_all
 from lightning_shard.processes.failures.store_thread import StoreThread
 from lightning_shard.processes.store import store_of_attempt
@@ -33,6 +34,7 @@ APART_S = 60.0  # where all wait for rows, which may be a slow transfer that som
 IN_TRAINER_S = 300.0  # the same in a Trainer, whose own comparisons are quicker
 REFUSED_S = 5.0  # for a rank that waits for one that exchanges no more rows
 ORDER_S = 4.0  # for ranks that have called different functions, and will never come together
+ENDED = "have come to the end of their programs, or were killed; let all ranks call this"
 REFUSED = "threads/refused"  # in the store: why no rank exchanges rows any more
 
 _OURS = f"{os.sep}lightning_shard{os.sep}"
@@ -132,6 +134,10 @@ class LoneWaits:
         if own is None or waited <= STUCK_S:
             self._notice.take_back(self._store)
             return
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        if ended_among(self._store, others) == others:
+            place = waits[own][1]
+            _end(self._rank, f"it waits at {place}, and all other ranks {ENDED}")
         apart_s = IN_TRAINER_S if self._in_trainer else APART_S
         self._notice.tell(self._store, [*waits[own][:2], waited > apart_s])
         self._compare()
