@@ -120,7 +120,7 @@ def _wait_for_others(within_s: float) -> None:
 def _wait_without_connections(running: list[int]) -> None:
     """Go on to wait as a program that holds no connection: the others may wait for this process."""
     _say(f"This process has ended its part; it waits for LOCAL_RANK {str(running)[1:-1]}.")
-    logging.shutdown()
+    _write_out()
     for descriptor in [int(file.name) for file in Path("/dev/fd").iterdir()]:
         if descriptor > 2:
             with suppress(OSError):  # that of the folder, which is closed
@@ -147,12 +147,18 @@ def _end(when: str) -> None:
     rank, code = next((rank, code) for rank, code in codes.items() if code)
     way = f"exit code {code}" if code > 0 else f"signal {-code}"
     _say(f"The process of LOCAL_RANK {rank} ended with {way}, {when}; look for its error above.")
-    logging.shutdown()
+    _write_out()
     os._exit(max(1, code))
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _write_out() -> None:
+    """Write what is printed or logged and waits in this process, as Python does at its end."""
+    logging.shutdown()
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

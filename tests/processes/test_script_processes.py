@@ -65,7 +65,7 @@ with script_processes.own_end():
     script_processes.watch_others(processes)
     exec(sys.argv[1])
 exec(sys.argv[2])
-print("done", flush=True)
+print("done")
 """
 SOCKET = "import pathlib, socket, time; one = socket.socket(socket.AF_UNIX)\n"
 LISTENS = (
@@ -80,6 +80,7 @@ CONNECTS = (
 
 def run(*flags: str, **variables: str) -> list[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | variables
+    environment.pop("PYTHONUNBUFFERED", None)  # else the words of two ranks come into one line
     command = [sys.executable, *flags]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -177,6 +178,7 @@ def test_asserts_are_left_out_on_all_ranks(tmp_path):
 def test_a_script_ends_as_its_processes(inside, after, others, code, words, tmp_path):
     command = [sys.executable, "-c", STARTER, inside, after, "2", *others]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("PYTHONUNBUFFERED", None)  # what is printed waits in the process
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
         check=False,
