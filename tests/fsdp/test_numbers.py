@@ -269,7 +269,7 @@ def test_convolutions_of_shards_are_refused(rows):
         parallelize(each, init_mesh({"data": -1}, "cpu"))
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"convolution .*sharding='none'"):
         functional.conv2d(first.weight, second.weight)
-    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match="got mixed torch"):
         functional.conv2d(torch.ones(1, 2, 5, 5), first.weight)  # explain.py adds the ways out
     found = functional.conv2d(first.weight.full_tensor(), second.weight.full_tensor())
     assert found.shape == (rows, 5, 3, 3)
