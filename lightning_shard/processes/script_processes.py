@@ -18,7 +18,7 @@ from typing import Any
 
 LOOK_S = 1.0
 END_S = 15.0  # for the process that started the others to end by itself, once one has failed
-# what the others end with at Ctrl-C and at a scheduler's end, as Popen and as shells write it
+# the others end with these at Ctrl-C and at a scheduler's end, as Popen and as shells write them
 ENDED_BY_USER = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 _started: list[Any] = []  # the processes of LOCAL_RANK 1, 2, ...

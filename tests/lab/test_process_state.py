@@ -39,6 +39,7 @@ SHARED = {
     "processes/failures/failure_watch:_runs": "watches processes",
     "processes/failures/store_thread:_threads": "all of them end with the process",
     "processes/forking:_OF_PARENT": "belongs to forked processes",
+    "processes/script_processes:_started": "belongs to the process that has started others",
     "processes/store:_of_meetings": "belongs to ranks that meet at an address",
     "tiles/crew:_crews": "all of them end with the process",
     "tensor/wrong_calls:_accepted": "whether torch takes a call follows from its shapes alone",

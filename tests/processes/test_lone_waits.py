@@ -49,7 +49,7 @@ def test_a_rank_that_draws_alone_in_a_loop_of_the_user(sharding, extent, capfd):
 
 
 def wait_for_those_that_ended(ended):
-    lone_waits.LOOK_S, lone_waits.STUCK_S = 0.2, 0.5
+    lone_waits.LOOK_S, lone_waits.STUCK_S, lone_waits.ENDED_S = 0.2, 0.5, 1.0
     lone_waits.ended_among = lambda store, ranks: ended  # as Linux would say of processes
     lightning_shard.init_mesh({"domain": -1})
     if dist.get_rank() > 0:

@@ -33,6 +33,7 @@ STUCK_S = 15.0  # for all ranks, none of which computes
 APART_S = 60.0  # where all wait for rows, which may be a slow transfer that some have ended
 IN_TRAINER_S = 300.0  # the same in a Trainer, whose own comparisons are quicker
 REFUSED_S = 5.0  # for a rank that waits for one that exchanges no more rows
+ENDED_S = 10.0  # since all others have ended, which may yet be heard to have failed
 ORDER_S = 4.0  # for ranks that have called different functions, and will never come together
 ENDED = "have come to the end of their programs, or were killed; let all ranks call this"
 REFUSED = "threads/refused"  # in the store: why no rank exchanges rows any more
@@ -109,6 +110,7 @@ class LoneWaits:
         # when a thread was first seen in a call that waits: by its number, frame and instruction
         self._since: dict[tuple[int, int, int], float] = {}
         self._notice = Notice(_key(self._rank))
+        self._alone_since = time.monotonic()
         self._thread = StoreThread(self._look, every_s=LOOK_S)
         atexit.register(self.close)
 
@@ -133,11 +135,13 @@ class LoneWaits:
                 _end(self._rank, other)
         if own is None or waited <= STUCK_S:
             self._notice.take_back(self._store)
+            self._alone_since = now
             return
         others = [rank for rank in range(self._ranks) if rank != self._rank]
-        if ended_among(self._store, others) == others:
-            place = waits[own][1]
-            _end(self._rank, f"it waits at {place}, and all other ranks {ENDED}")
+        if ended_among(self._store, others) != others:
+            self._alone_since = now
+        elif now - self._alone_since > ENDED_S:
+            _end(self._rank, f"it waits at {waits[own][1]}, and all other ranks {ENDED}")
         apart_s = IN_TRAINER_S if self._in_trainer else APART_S
         self._notice.tell(self._store, [*waits[own][:2], waited > apart_s])
         self._compare()
