@@ -90,9 +90,9 @@ def _rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _convolution(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
     """Refuse shards, of which torch computes parts of other shapes than the result has."""
-    shards = [x for x in args if isinstance(x, DTensor)]
     if not isinstance(args[0], DTensor):  # torch refuses a plain input of shards
         return NotImplemented
+    shards = [x for x in args if isinstance(x, DTensor)]
     if all(p.is_replicate() for x in shards for p in x.placements):
         return NotImplemented
     raise RuntimeError(

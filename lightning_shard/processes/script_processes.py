@@ -95,15 +95,11 @@ def own_end() -> Generator[None]:
 
 
 def _end_all_if_one_fails() -> None:
-    while (codes := [process.poll() for process in _started]) and not any(codes):
-        if None not in codes:
-            return
+    while None in (codes := [process.poll() for process in _started]) and not any(codes):
         time.sleep(LOOK_S)
-    time.sleep(END_S)
-    for process in _started:
-        if process.poll() is None:
-            process.kill()
-    _end(f"and this process had not ended {END_S:.0f} s later")
+    if any(codes):
+        time.sleep(END_S)
+        _end(f"and this process had not ended {END_S:.0f} s later")
 
 
 def _wait_for_others(within_s: float) -> None:
@@ -143,10 +139,14 @@ class _Child:
 
 
 def _end(when: str) -> None:
-    codes = {local: process.poll() for local, process in enumerate(_started, 1)}
-    rank, code = next((rank, code) for rank, code in codes.items() if code)
+    """Name one that has failed, rather than one that the user has ended, and end all that run."""
+    failed = [(local, code) for local, p in enumerate(_started, 1) if (code := p.poll())]
+    local, code = min(failed, key=lambda each: each[1] in ENDED_BY_USER)
     way = f"exit code {code}" if code > 0 else f"signal {-code}"
-    _say(f"The process of LOCAL_RANK {rank} ended with {way}, {when}; look for its error above.")
+    _say(f"The process of LOCAL_RANK {local} ended with {way}, {when}; look for its error above.")
+    for process in _started:
+        if process.poll() is None:
+            process.kill()
     _write_out()
     os._exit(max(1, code))
 

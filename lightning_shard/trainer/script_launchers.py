@@ -18,6 +18,7 @@ from lightning_shard.processes.script_processes import (
 )
 
 
+@own_end()
 def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[..., Any]) -> Any:
     """Start the other processes of a script, unless they run, and call a function in this one.
 
@@ -25,8 +26,7 @@ def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[.
         RuntimeError: The script has no file that could be run again.
     """
     if launcher.cluster_environment.creates_processes_externally:  # or in an earlier stage
-        with own_end():
-            return launch(function)
+        return launch(function)
     refuse_a_program_without_a_file()
     begin_to_start()
     share_cores(launcher.num_processes)  # Lightning does so once the others have started
@@ -40,7 +40,7 @@ def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[.
         watch_others(launcher.procs)
         return function()
 
-    with starts, own_end():
+    with starts:
         starts.enter_context(flags_of_python())
         return launch(begun)
 

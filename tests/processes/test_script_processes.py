@@ -78,13 +78,18 @@ CONNECTS = (
 )
 
 
-def run(*flags: str, **variables: str) -> list[str]:
+def end_of(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | variables
-    environment.pop("PYTHONUNBUFFERED", None)  # else the words of two ranks come into one line
-    command = [sys.executable, *flags]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    # what is printed waits in the process; else the words of two ranks come into one line
+    environment.pop("PYTHONUNBUFFERED", None)
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+
+
+def run(*flags: str, **variables: str) -> list[str]:
+    done = end_of(*flags, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -169,24 +174,26 @@ def test_asserts_are_left_out_on_all_ranks(tmp_path):
          ["it waits for LOCAL_RANK 1.", "LOCAL_RANK 1 ended with exit code 6, after"]),
         ("time.sleep(60)", "", ["raise SystemExit(3)", "import time; time.sleep(60)"], 3,
          ["LOCAL_RANK 1 ended with exit code 3, and this process had not ended 2 s later"]),
+        ("time.sleep(60)", "",
+         ["import time; time.sleep(20); print('later')", "raise SystemExit(3)"], 3,
+         ["LOCAL_RANK 2 ended with exit code 3, and this process had not ended 2 s later"]),
+        ("", "", ["raise SystemExit(143)", "raise SystemExit(3)"], 3,
+         ["done", "LOCAL_RANK 2 ended with exit code 3, after this process had done its part"]),
+        ("time.sleep(3)", "", [], 0, ["done"]),
         ("raise ValueError('mine')", "", ["raise SystemExit(3)"], 1, ["ValueError: mine"]),
         ("raise SystemExit(130)", "", ["raise SystemExit(1)"], 130, []),
         ("", "raise SystemExit(5)", [""], 5, []),
         ("", "", ["raise SystemExit(130)", "raise SystemExit(143)"], 0, ["done"]),
     ],
 )  # fmt: skip
-def test_a_script_ends_as_its_processes(inside, after, others, code, words, tmp_path):
-    command = [sys.executable, "-c", STARTER, inside, after, "2", *others]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    environment.pop("PYTHONUNBUFFERED", None)  # what is printed waits in the process
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
+def test_a_script_ends_as_its_processes(inside, after, others, code, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = end_of("-c", STARTER, inside, after, "2", *others)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     assert all(word in output for word in words), output
     assert "Traceback" not in output or "mine" in inside, output
+    assert ("later\n" in done.stdout) == ("later" in words)
     lines = output.count("LOCAL_RANK")
     assert lines == sum("LOCAL_RANK" in word for word in words), output
 
@@ -208,10 +215,6 @@ def test_a_script_fails_if_one_rank_fails_at_its_end(rank, end, words, tmp_path)
         f"        {end}\n"
     )  # fmt: skip
     (tmp_path / "train.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(tmp_path / "train.py")]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = end_of(str(tmp_path / "train.py"))
     assert done.returncode == 1, done.stderr
     assert words in done.stderr

@@ -218,7 +218,7 @@ def _place(frame: FrameType) -> tuple[bool, str, str]:
         is_split = is_split or _OURS in file
         if not waits and file.endswith(_BARRIER):
             waits = "barrier"
-        if not waits and any(room in file for room in _CALLS):
+        elif not waits and any(room in file for room in _CALLS):
             waits = "call"
         if _OURS not in file and _TORCH not in file:
             return is_split, f"{file}:{at.f_lineno}{inside}", waits
