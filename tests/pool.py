@@ -253,12 +253,16 @@ def _device_of_gloo() -> Any:
 
 
 def reuse_groups() -> None:
-    """Give a mesh the groups of an earlier one of its name and ranks: each Trainer makes a mesh."""
+    """Give a mesh the groups of an earlier one of its name and ranks: each Trainer makes a mesh.
+
+    Other groups are made by torch. In a run it would take a call from here for that of a user's
+    module, and count replicas (processes/replica_world.py).
+    """
     make, made = distributed_c10d.new_group, dict[Any, Any]()
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
         of_turns = isinstance(dist.group.WORLD, SimulatedGroup)  # a process has many ranks then
-        if of_turns or not str(kwargs.get("group_desc")).startswith("mesh_"):
+        if of_turns:
             return make(*args, **kwargs)
         key = repr((args, sorted(kwargs.items())))
         found = made.get(key)
@@ -266,8 +270,7 @@ def reuse_groups() -> None:
             found = made[key] = make(*args, **kwargs)
         return found
 
-    for module in (distributed_c10d, dist, device_mesh):
-        vars(module)["new_group"] = new_group
+    vars(device_mesh)["new_group"] = new_group
 
 
 def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) -> None:
