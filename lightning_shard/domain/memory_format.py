@@ -67,9 +67,9 @@ def owned(result: Tensor, *given: Tensor) -> Tensor:
         return memory.set_(result)  # pyright: ignore[reportArgumentType]  torch takes tensors
 
 
-def laid_like(x: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor whose dims lie in memory in the order of those of another one."""
-    order = dims_in_memory(like.stride())
+def laid_by(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a tensor whose dims lie in memory in the order that some strides have."""
+    order = dims_in_memory(strides)
     return x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
 
 

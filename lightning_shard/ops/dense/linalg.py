@@ -21,6 +21,7 @@ from lightning_shard.domain.align import (
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Dim, Factor, Layout
+from lightning_shard.domain.memory_format import laid_by
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import composes, implements
@@ -134,7 +135,10 @@ def diagonal(
         length = min(matrices.shape[0] - top, matrices.shape[1] - left)
         row = torch.arange(max(length, 0), device=x.local.device)
         found = movedim(func, getitem(func, matrices, (row + top, row + left)), 0, -1)
-        return x.copy(found.local, found.layout, strides)
+        own = x.local.stride()
+        kept = [step for d, step in enumerate(own) if d not in (one, two)]
+        local = laid_by(found.local, strides or [*kept, own[one] + own[two]])  # as a view lies
+        return x.copy(local, found.layout, strides)
     local = torch.diagonal(x.local, offset, one, two)
     kept = [factors for d, factors in enumerate(x.layout.dims) if d not in (one, two)]
     layout = Layout((*kept, (Factor(local.shape[-1]),)), x.layout.grid)

@@ -17,7 +17,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.masked_rows import global_rows
-from lightning_shard.domain.memory_format import laid_like
+from lightning_shard.domain.memory_format import laid_by
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import BecameSplit, become_split, large_target
 from lightning_shard.ops.registry import implements, is_in_place, name_of
@@ -165,7 +165,7 @@ def given_back(func: Callable[..., Any], x: Operand, found: Tensor) -> Operand:
     if is_in_place(func):
         found = own.copy_(found)
     else:
-        found = laid_like(found, own) if func in _LIKE_A_CLONE else found.contiguous()
+        found = laid_by(found, own.stride()) if func in _LIKE_A_CLONE else found.contiguous()
     return x.like(found) if isinstance(x, Subdomain) else found
 
 

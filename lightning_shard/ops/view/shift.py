@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import in_own_memory, one_factor
 from lightning_shard.domain.fetch import fetch, needs_of
-from lightning_shard.domain.memory_format import laid_like
+from lightning_shard.domain.memory_format import laid_by
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.elementwise.pointwise import pointwise
 from lightning_shard.ops.registry import implements
@@ -52,7 +52,7 @@ def flip(func: Callable[..., Any], x: Subdomain, *places: Any, dims: Any = ()) -
             needs = needs_of(
                 n, x.layout.grid.parts(axes), lambda low, high, n=n: [(n - high, n - low)]
             )
-            local = laid_like(fetch(x, dim, needs), local)
+            local = laid_by(fetch(x, dim, needs), local.stride())
         x = x.like(local.flip(dim))
     return x
 
