@@ -48,7 +48,7 @@ class _Operation(Function):
         ctx.set_materialize_grads(False)
         if writes >= 0:
             ctx.mark_dirty(inputs[writes])
-        held: Any = torch.empty(0, device="cpu")
+        held: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
         held.record = record  # autograd frees it as it frees what other nodes have saved
         ctx.save_for_backward(held)
         return tuple(outputs)

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_shard import TiledStrategy, gather
@@ -213,6 +214,17 @@ def test_true_precision_leaves_the_weights_in_it(precision: Any) -> None:
         assert found.state_dict()[name].dtype == value.dtype
     if precision == "64-true":
         assert_same_module(found, wanted)
+
+
+class Recomputed(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+def test_blocks_are_computed_again_under_true_precision() -> None:
+    """A step has another default dtype than its backward pass, where torch compares dtypes."""
+    make = partial(Recomputed, torch.float32)
+    assert_same_module(*(fit(make, tiles, precision="64-true") for tiles in (2, None)))
 
 
 class Examined(Small):
