@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.local_group import gathered_objects
 from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.wire import all_to_all, packed
@@ -44,6 +46,14 @@ class _Counted(NamedTuple):
     world: dist.ProcessGroup | None
     lasts: Callable[[], bool]
     runs: Callable[[], bool]
+
+
+class _Kind(NamedTuple):
+    """What other replicas know of a state before it travels."""
+
+    layout: Layout | None  # of a state that is split
+    dtype: torch.dtype
+    has_seen: bool  # False for what torchmetrics gathers of an empty list
 
 
 _counted: _Counted | None = None
@@ -95,7 +105,7 @@ def count_metrics_over(
     _count_replicas()
     _end_with_other_runs()
     _counted = None
-    if data_group is not None and domain_mesh.size() > 1:
+    if data_group is not None:
         _counted = _Counted(data_group, domain_mesh, dist.group.WORLD, lasts, runs)
 
 
@@ -133,13 +143,18 @@ def _count_replicas() -> None:
         **kwargs: Any,
     ) -> None:
         counted = _counted
+        group = process_group or self.process_group
         if counted is not None and counted.world is dist.group.WORLD and counted.lasts():
-            process_group = process_group or self.process_group or counted.group
-            dist_sync_fn = dist_sync_fn or _states_of_replicas
-        elif dist_sync_fn is None and dist.is_initialized() and dist.get_world_size() == 1:
-            dist_sync_fn = _own_state
-        elif dist_sync_fn is None and _holds_fields(self):
-            dist_sync_fn = _whole_states
+            process_group = group = group or counted.group
+        else:
+            counted = None
+        if dist_sync_fn is None and dist.is_initialized():
+            if dist.get_world_size(group) == 1:
+                return  # as in one process: a list stays one
+            if counted is not None:
+                dist_sync_fn = _states_of_replicas
+            elif _holds_fields(self):
+                dist_sync_fn = _whole_states
         plain(self, dist_sync_fn, process_group, *args, **kwargs)
 
     Metric.sync = sync
@@ -149,11 +164,6 @@ def _holds_fields(metric: Metric) -> bool:
     """Return whether a state of a metric is a field in tiles, or a list of such."""
     states = metric.metric_state.values()
     return any(isinstance(x, LocalField) for s in states for x in (s if is_list(s) else [s]))
-
-
-def _own_state(state: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return the state of the one process, on whatever device it is."""
-    return [state]
 
 
 def _whole_states(state: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -166,7 +176,8 @@ def _whole_states(state: Tensor, group: dist.ProcessGroup | None) -> list[Tensor
 def _states_of_replicas(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the state of each replica that has one, split as it is there.
 
-    The splits travel between the replicas, then of split states the rows of this rank.
+    Layouts and dtypes travel between the replicas, then of split states the rows of this rank. A
+    replica that has seen nothing, or less, may hold another dtype than the others.
 
     Raises:
         UnsupportedOperationError: The state is split, and asked for over other ranks than the
@@ -178,23 +189,25 @@ def _states_of_replicas(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]
                 "a metric whose state is split over a domain was given a process_group of its own; "
                 "leave process_group out, then it counts each data replica once."
             )
-        return gather_all_tensors(state, group)
-    if dist.get_world_size(group) == 1:
-        return [state]
+        return _whole_states(state, group)
+    if isinstance(state, LocalField):
+        state = gather(state)
     part = state.subdomain if isinstance(state, DomainTensor) else None
-    unsplit = None if state.numel() else ()  # such a replica has seen nothing yet
-    kinds = gathered_objects((part.layout, part.dtype) if part else unsplit, group)
-    if not any(kinds):
-        return gather_all_tensors(state, group)
-    if None in kinds:
+    own = _Kind(part.layout if part else None, state.dtype, part is not None or state.numel() > 0)
+    kinds = gathered_objects(own, group)
+    seen = [kind for kind in kinds if kind.has_seen] or kinds
+    dtype = functools.reduce(torch.promote_types, [kind.dtype for kind in seen])
+    layouts = [kind.layout for kind in kinds]
+    if not any(layouts):
+        return gather_all_tensors(state.to(dtype), group)
+    if any(kind.layout is None for kind in seen):
         raise UnsupportedOperationError(
             "a metric's state is split over a domain on some data replicas and whole on others; "
             "update the metric with the same kind of tensors on all ranks."
         )
-    layouts = [each[0] if each else None for each in kinds]
-    dtype = next(each[1] for each in kinds if each)
     sizes = [math.prod(layout.local_shape) if layout else 0 for layout in layouts]
-    mine = state.new_empty(0, dtype=dtype) if part is None else packed([part.local.detach()], state)
+    local = part.local.detach() if part else state.new_empty(0)
+    mine = packed([local.to(dtype)], state)
     ranks = len(kinds)
     rows = all_to_all(mine.repeat(ranks), sizes, [mine.numel()] * ranks, group).split(sizes)
     domain = domain_of(_counted.domain_mesh)

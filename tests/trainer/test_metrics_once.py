@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     LearningRateMonitor,
     ThroughputMonitor,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 from torchmetrics import (
     CatMetric,
@@ -39,6 +40,7 @@ from tests.pairs import choose
 from tests.parity import mesh_of
 from tests.trainer.featured import (
     BATCH,
+    QUIET,
     SAMPLES,
     Featured,
     fit_alone,
@@ -205,6 +207,41 @@ def test_the_value_of_a_step_is_of_all_replicas_if_it_is_asked_for(domain):
                 p = module(batch["x"]).sigmoid().flatten()
             alone = SpearmanCorrCoef(sync_on_compute=False)(p, batch["y"].flatten())
             torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)
+
+
+class MeansOfBatches(Metric):
+    """Reads a list batch by batch, as metrics of whole volumes do."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.add_state("errors", [], dist_reduce_fx="cat")
+
+    def update(self, errors):
+        self.errors.append(errors)
+
+    def compute(self):
+        return torch.stack([each.mean() for each in self.errors]).square().mean()
+
+
+class ReadsLists(Featured):
+    def __init__(self, **options):
+        super().__init__()
+        self.metric = MeansOfBatches(**options)
+
+    def validation_step(self, batch, batch_idx):
+        self.metric.update((self(batch["x"]) - batch["y"]).square())
+        self.log("metric", self.metric)
+
+
+@pytest.mark.spmd(2)
+def test_the_metric_of_one_replica_reads_a_list_as_in_one_process():
+    """It had read one tensor of all batches, in silence."""
+    single = ReadsLists(sync_on_compute=False)  # each rank is a run of its own here
+    batches = loader(3)
+    found = training.trainer((2,)).validate(ReadsLists(), batches, verbose=False)
+    runner = Trainer(devices=1, plugins=LightningEnvironment(), **QUIET)
+    wanted = runner.validate(single, batches, verbose=False)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
 
 
 class Partly(Featured):

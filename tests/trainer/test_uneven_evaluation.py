@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
-from torchmetrics import Metric
+from torchmetrics import MaxMetric, Metric
 from torchmetrics.regression import MeanSquaredError
 from torchmetrics.utilities import dim_zero_cat
 
@@ -462,6 +462,37 @@ def test_a_replica_without_samples_of_a_metric_that_keeps_fields(repeat):
     else:
         with pytest.raises(NotImplementedError, match=r"'median' keeps split tensors in 'values'"):
             runner.test(KeepsMaps(), loader, verbose=False)
+
+
+class KeepsLargest(LightningModule):
+    """The state of MaxMetric is float64 from the second sample on.
+
+    Lightning moves the metric to the device as a step logs it, and torchmetrics then takes the
+    default dtype, which `64-true` sets within a step.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.largest = MaxMetric()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def test_step(self, batch, index, dataloader_idx=0):
+        self.largest.update(batch["x"].square().mean() * self.weight)
+        self.log("largest", self.largest)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("loaders", [1, 2])
+@pytest.mark.parametrize("samples", [1, 3, 6])
+@pytest.mark.parametrize("domain", [(1,), (2,)], ids=["4x1", "2x2"])
+def test_replicas_whose_metrics_have_other_dtypes(loaders, samples, domain):
+    """They had gathered numbers of both dtypes, which gloo ended by an abort."""
+    given = [DataLoader(Numbered(samples), 1) for _ in range(loaders)]
+    runner = training.trainer(domain, precision="64-true")
+    found = runner.test(KeepsLargest(), given, verbose=False)
+    wanted = alone("test", given, KeepsLargest(), precision="64-true")
+    for mine, plain in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(plain, rel=1e-6)
 
 
 class GathersAll(LightningModule):
