@@ -80,8 +80,7 @@ class ShardingOptions:
         object.__setattr__(self, "mp_policy", policy_of(self.mp_policy))
         if self.mode not in (modes := ("auto", "none", "full", "gradients", "hybrid")):
             raise ValueError(
-                f"the mode of sharding must be one of {', '.join(map(repr, modes))}; got "
-                f"{self.mode!r}."
+                f"sharding must be one of {', '.join(map(repr, modes))}; got {self.mode!r}."
             )
         if self.shard_size is not None and self.mode != "hybrid":
             raise ValueError(

@@ -152,13 +152,15 @@ def _end(when: str) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(BrokenPipeError):  # nobody reads it, as after `2>&1 | head`
+        print(line, file=sys.stderr, flush=True)
 
 
 def _write_out() -> None:
     """Write what is printed or logged and waits in this process, as Python does at its end."""
     logging.shutdown()
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):  # nobody reads it, as after `| head`
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

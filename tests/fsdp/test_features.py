@@ -161,7 +161,7 @@ def total_over_ranks(number: int) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sharding": "zero"}, "the mode of sharding must be one of 'auto', 'none', .* got"),
+        ({"sharding": "zero"}, "sharding must be one of 'auto', 'none', .* got"),
         ({"shard_size": 2}, "shard_size 2 needs sharding 'hybrid'; got sharding 'full'"),
         ({"wrap": ["Block"], "min_num_params": 9}, "both choose the blocks; give one of them"),
         ({"prefetch": 0}, "prefetch must be a whole number from 1 on; got 0"),

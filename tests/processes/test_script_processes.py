@@ -198,6 +198,21 @@ def test_a_script_ends_as_its_processes(inside, after, others, code, words, tmp_
     assert lines == sum("LOCAL_RANK" in word for word in words), output
 
 
+@pytest.mark.parametrize(("code", "seconds"), [(0, 4), (3, 0), (3, 4)])
+def test_a_script_whose_output_nobody_reads_ends_as_its_processes(code, seconds, tmp_path):
+    """As after `python train.py 2>&1 | head`."""
+    end = tmp_path / "end"
+    other = f"import time; time.sleep({seconds}); open({str(end)!r}, 'w'); raise SystemExit({code})"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", STARTER, "", "", "2", other], stdout=write, stderr=write, check=False
+    )
+    os.close(write)
+    assert end.exists()
+    assert done.returncode == code or (not code and done.returncode == 120)  # by Python's own flush
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "end", "words"),
