@@ -82,6 +82,11 @@ def part_of(tensor: Any) -> Part:
         return part
     follow = followed.get(type(foreign))
     if follow is None:
+        if foreign.name() == "ToCopyBackward0":
+            raise UnsupportedOperationError(
+                "a conversion by torch.as_tensor or torch.asarray would lose the gradients of a "
+                "tensor split over ranks; call x.to(dtype)"
+            )
         raise foreign_function(type(foreign).__name__.removesuffix("Backward"))
     return follow(tensor)
 

@@ -326,6 +326,20 @@ def test_a_plain_result_of_a_foreign_function_is_refused():
 
 
 @pytest.mark.spmd(3)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.asarray, on requires_grad
+@pytest.mark.parametrize("convert", [torch.as_tensor, torch.asarray])
+def test_a_conversion_that_would_lose_gradients_names_one_that_keeps_them(convert):
+    x = leaf()
+    y = convert(x, dtype=torch.float64)
+    with pytest.raises(UnsupportedOperationError, match=r"would lose .* call x\.to\(dtype\)"):
+        y.square()
+    (found,) = torch.autograd.grad(x.to(torch.float64).square().sum(), x)
+    torch.testing.assert_close(
+        lightning_shard.gather(found), 2 * lightning_shard.gather(x).detach(), rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.spmd(3)
 def test_stages_in_a_plain_tensor():
     class Allowed(Assign):
         pass
