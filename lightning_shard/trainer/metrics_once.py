@@ -49,9 +49,9 @@ class _Counted(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What other replicas know of a state before it travels."""
+    """Describes a state to other replicas before it travels."""
 
-    layout: Layout | None  # of a state that is split
+    layout: Layout | None  # None where the state is whole
     dtype: torch.dtype
     has_seen: bool  # False for what torchmetrics gathers of an empty list
 
@@ -105,7 +105,7 @@ def count_metrics_over(
     _count_replicas()
     _end_with_other_runs()
     _counted = None
-    if data_group is not None:
+    if data_group is not None and dist.get_world_size() > 1:
         _counted = _Counted(data_group, domain_mesh, dist.group.WORLD, lasts, runs)
 
 
