@@ -6,9 +6,10 @@ one result, so over all processes it would be counted once for each of them. Whi
 a stage of a Trainer with all its hooks, the default group of such a call is therefore that of the
 data replicas: of each domain the rank at the same place. `get_world_size()` and `get_rank()` count
 replicas, and so do `src` and `dst`. The group of all processes by name is refused: it would count
-each rank of a domain. Two collectives count nothing, and are of all processes: a barrier, since all
-may read then what one has written; and a broadcast of the first rank, since it may have drawn or
-named alone what it sends.
+each rank of a domain. Its rank and size alone are those of the replicas, since libraries that read
+data ask for these by name. Two collectives count nothing, and are of all processes: a barrier,
+since all may read then what one has written; and a broadcast of the first rank, since it may have
+drawn or named alone what it sends.
 
 Only calls without a group from the user's modules are meant. torch's own parallelism, Lightning,
 torchmetrics and this package ask for the group that they want, and get it.
@@ -43,6 +44,7 @@ from lightning_shard.processes.torch_private.typed import integers
 INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
                    "torchmetrics.", "lightning_shard.")  # fmt: skip
 _BARRIERS, _BROADCASTS = ("barrier", "monitored_barrier"), ("broadcast", "broadcast_object_list")
+_NUMBERS = ("get_rank", "get_world_size")  # of replicas also where WORLD is named
 # modules between a collective and its caller
 _CARRIERS = {
     "contextlib",
@@ -58,6 +60,7 @@ class _Counted:
 
     replicas: dist.ProcessGroup
     processes: dist.ProcessGroup | None
+    is_lent: bool  # True if an axis of the mesh is the group of all processes
     is_open: Callable[[], bool]
 
 
@@ -98,7 +101,8 @@ def count_replicas(
     _forget_closed()
     if (replicas := make_replicas(mesh, domain)) is not None:
         _install()
-        _counted += (_Counted(replicas, dist.group.WORLD, is_open),)
+        is_lent = mesh is not None and dist.group.WORLD in mesh.get_all_groups()
+        _counted += (_Counted(replicas, dist.group.WORLD, is_lent, is_open),)
 
 
 def _forget_closed() -> None:
@@ -173,7 +177,9 @@ def _of_replicas(of_all: Callable[[], dist.ProcessGroup]) -> Callable[[], dist.P
         caller = sys._getframe(1)
         if (counted := _now()) is not None:
             given = caller.f_locals.get("group", ...)
-            if given is counted.replicas or (given is None and _counting_call(caller)):
+            if given is counted.replicas:
+                return counted.replicas
+            if (given is None or given is counted.processes) and _counting_call(caller):
                 return counted.replicas
         return of_all()
 
@@ -190,6 +196,7 @@ def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
             and (counted := _now()) is not None
             and group is counted.processes
             and (called := _counting_call(sys._getframe(1)))
+            and (called not in _NUMBERS or counted.is_lent)
         ):
             raise RuntimeError(
                 f"{called} over torch.distributed.group.WORLD in a step or hook would "

@@ -48,6 +48,7 @@ from lightning_shard.trainer.random_state import share_random_state, share_seede
 from lightning_shard.trainer.replica_samplers import (
     Stride,
     count_replicas_in,
+    count_replicas_in_stream,
     drops_last,
     own_sampler,
     read_in_order,
@@ -261,6 +262,7 @@ class FabricShardStrategy(ShardStrategy, FabricParallelStrategy):  # pyright: ig
         sampler = own_sampler(loader)
         replica = self.processes.replica(self.global_rank)
         count_replicas_in(sampler, self.replicas, replica)
+        count_replicas_in_stream(loader.dataset, self.replicas, replica)
         whole = isinstance(sampler, DistributedSampler) or isinstance(
             loader.dataset, IterableDataset
         )

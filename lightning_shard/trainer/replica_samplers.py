@@ -1,5 +1,6 @@
 """Gives a data replica its part of the samples, and each sample to one replica."""
 
+import math
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -54,6 +55,20 @@ def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
         epoch, options = sampler.epoch, (sampler.shuffle, sampler.seed, sampler.drop_last)
         DistributedSampler.__init__(sampler, sampler.dataset, replicas, replica, *options)
         sampler.epoch = epoch
+
+
+def count_replicas_in_stream(dataset: Any, replicas: int, replica: int) -> None:
+    """Let a streaming dataset of litdata, or several in one, share samples out over data replicas.
+
+    It takes the number of processes from WORLD_SIZE, and its own number from torch, which counts
+    replicas in a run. So all ranks of a domain would read one part, and nobody the rest.
+    """
+    env = getattr(dataset, "distributed_env", None)
+    if env is not None:
+        env.world_size, env.global_rank = replicas, replica
+        env.num_nodes = math.gcd(env.num_nodes, replicas)
+    for each in getattr(dataset, "_datasets", ()):
+        count_replicas_in_stream(each, replicas, replica)
 
 
 def read_in_order(loader: DataLoader[Any]) -> bool:

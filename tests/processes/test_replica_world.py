@@ -104,12 +104,27 @@ def test_all_processes_by_name_where_they_are_one_domain():
             assert (total, alone) == (2, 1)
 
 
+@pytest.mark.spmd(4)
+def test_the_numbers_of_all_processes_by_name_are_those_of_replicas():
+    """Libraries that share files out, such as webdataset, ask with the group of all processes."""
+    mesh = make_mesh("cpu", 2, [2])
+    with replica_world(mesh):
+        place = dist.get_rank(dist.group.WORLD), dist.get_world_size(group=dist.group.WORLD)
+        assert place == (mesh["data"].get_local_rank(), 2)
+    assert dist.get_world_size(dist.group.WORLD) == 4
+
+
 @pytest.mark.spmd(2)
 def test_a_mesh_of_torch_lends_all_processes_to_its_domain():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "domain"))
     refusal = r"all_reduce over .*WORLD.*lightning_shard.init_mesh"
-    with replica_world(mesh), pytest.raises(RuntimeError, match=refusal):
-        dist.all_reduce(torch.ones(1), group=mesh["domain"].get_group())
+    group = mesh["domain"].get_group()
+    with replica_world(mesh):
+        with pytest.raises(RuntimeError, match=refusal):
+            dist.all_reduce(torch.ones(1), group=group)
+        for number in (dist.get_rank, dist.get_world_size):
+            with pytest.raises(RuntimeError, match=refusal.replace("all_reduce", number.__name__)):
+                number(group)
 
 
 @pytest.mark.spmd(4)

@@ -1,8 +1,11 @@
 """What the ranks read: streams of uneven length, equal samples in a domain, equal augmentations."""
 
 import multiprocessing
+import os
 import random
 import time
+from itertools import chain
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,6 +137,61 @@ def test_a_loop_of_fabric_that_reads_in_another_order_is_refused():
     with pytest.raises(ValueError, match="rank 1 has read other batches than rank 0"):
         for _ in fabric_with(domain_parallel_size=2).setup_dataloaders(DataLoader(OtherOrder(), 2)):
             pass
+
+
+class SharedOut(IterableDataset):
+    """Gives each process a part, as a dataset of litdata does, of which another may hold several.
+
+    It counts processes by the launcher's variable, and asks torch for its own number.
+    """
+
+    def __init__(self, samples, *, several=False):
+        self._datasets = [SharedOut(samples[:8]), SharedOut(samples[8:])] if several else []
+        self.samples = samples
+        self.distributed_env = SimpleNamespace(
+            world_size=int(os.environ["WORLD_SIZE"]), global_rank=dist.get_rank(), num_nodes=1
+        )
+
+    def __iter__(self):
+        env = self.distributed_env
+        own = self.samples[env.global_rank :: env.world_size]
+        return chain(*self._datasets) if self._datasets else map(sample, own)
+
+
+class ReadsShared(Featured):
+    def __init__(self, several):
+        super().__init__()
+        self.several, self.read = several, []
+
+    def train_dataloader(self):
+        return DataLoader(SharedOut(range(12), several=self.several), 1)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.read.append(float(batch["x"].sum()))
+        return batch
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("domain", [(1,), (2,), (4,)], ids=["4x1", "2x2", "1x4"])
+def test_a_dataset_that_counts_processes_counts_replicas(domain, several):
+    """All ranks of a domain had read the part of one process, and nobody the rest, in silence."""
+    module = ReadsShared(several)
+    runner = training.trainer(domain)
+    runner.fit(module)
+    replicas = dist.get_world_size() // domain[0]
+    replica = dist.get_rank() // domain[0]
+    assert len(module.read) == 12 // replicas
+    parts = [range(8), range(8, 12)] if several else [range(12)]
+    own = [i for part in parts for i in part[replica::replicas]]
+    assert module.read == [float(sample(i)["x"].sum()) for i in own]
+
+
+@pytest.mark.spmd(2)
+def test_a_dataset_that_counts_processes_in_a_loop_of_fabric():
+    fabric = fabric_with(domain_parallel_size=2)
+    given = fabric.setup_dataloaders(DataLoader(SharedOut(range(4)), 1))
+    assert len(list(given)) == 4
 
 
 class SlowOnOneRank(Dataset):
