@@ -73,8 +73,9 @@ def hooked(x: Tensor) -> Tensor:
     seen = []
     y.register_hook(lambda g: seen.append(g * 1) or g * 3)
     x.register_post_accumulate_grad_hook(lambda t: seen.append(t.grad * 1))
+    y.retain_grad()
     (y * y).sum().backward()
-    return seen[0] + seen[1]
+    return seen[0] + seen[1] + y.grad
 
 
 def started(x: Tensor, backward: Callable[..., Any]) -> Tensor:
@@ -157,6 +158,10 @@ ROWS: dict[str, Row] = {
     "text": Row([lambda x: str(x.shape) in f"{x} {x!r} torch.Size([5, 7]) torch.Size([1, 3])"],
                 matrices()),
     "iter": Row([lambda x: list(Tensor.__iter__(x))], matrices()),
+    "chained": Row(
+        [torch.chain_matmul],
+        lambda: [(tuple(torch.randn(s).double() for s in ((5, 3), (3, 7), (7, 2))), {})],
+    ),
     "arithmetic": Row(
         [Tensor.__div__, Tensor.__idiv__, Tensor.__truediv__, Tensor.__floordiv__,
          Tensor.__ifloordiv__, Tensor.__rfloordiv__, Tensor.__mod__, Tensor.__imod__],
