@@ -44,7 +44,8 @@ from lightning_shard.processes.torch_private.typed import integers
 INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
                    "torchmetrics.", "lightning_shard.")  # fmt: skip
 _BARRIERS, _BROADCASTS = ("barrier", "monitored_barrier"), ("broadcast", "broadcast_object_list")
-_NUMBERS = ("get_rank", "get_world_size")  # of replicas also where WORLD is named
+# they count replicas also where WORLD is named
+_NUMBERS = ("get_rank", "get_world_size")
 # modules between a collective and its caller
 _CARRIERS = {
     "contextlib",
