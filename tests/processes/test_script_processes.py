@@ -198,6 +198,7 @@ def test_a_script_ends_as_its_processes(inside, after, others, code, words, tmp_
     assert lines == sum("LOCAL_RANK" in word for word in words), output
 
 
+@pytest.mark.slow_rows("0-4", "3-0")
 @pytest.mark.parametrize(("code", "seconds"), [(0, 4), (3, 0), (3, 4)])
 def test_a_script_whose_output_nobody_reads_ends_as_its_processes(code, seconds, tmp_path):
     """As after `python train.py 2>&1 | head`."""
