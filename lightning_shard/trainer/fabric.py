@@ -48,7 +48,6 @@ from lightning_shard.trainer.random_state import share_random_state, share_seede
 from lightning_shard.trainer.replica_samplers import (
     Stride,
     count_replicas_in,
-    count_replicas_in_stream,
     drops_last,
     own_sampler,
     read_in_order,
@@ -261,8 +260,7 @@ class FabricShardStrategy(ShardStrategy, FabricParallelStrategy):  # pyright: ig
         read_in_order(loader)
         sampler = own_sampler(loader)
         replica = self.processes.replica(self.global_rank)
-        count_replicas_in(sampler, self.replicas, replica)
-        count_replicas_in_stream(loader.dataset, self.replicas, replica)
+        count_replicas_in(loader, self.replicas, replica)
         whole = isinstance(sampler, DistributedSampler) or isinstance(
             loader.dataset, IterableDataset
         )

@@ -15,6 +15,7 @@ from lightning_shard.lightning import (
     rank_zero_info,
     update_dataloader,
 )
+from lightning_shard.processes.narrow import is_list
 from lightning_shard.trainer.host import own_batches
 from lightning_shard.trainer.random_state import seeded
 
@@ -47,8 +48,10 @@ def set_sampler(reader: Any, sampler: Any) -> None:
     object.__setattr__(reader, "sampler", sampler)  # a loader refuses a plain assignment
 
 
-def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
-    """Let a sampler that counts all ranks, as torch's does by default, count data replicas."""
+def count_replicas_in(loader: DataLoader[Any], replicas: int, replica: int) -> None:
+    """Let torch's sampler, which counts all ranks by default, and streams count data replicas."""
+    _count_in_stream(loader.dataset, replicas, replica)
+    sampler = own_sampler(loader)
     if type(sampler) is not DistributedSampler or sampler.num_replicas == replicas:
         return
     if sampler.num_replicas == dist.get_world_size():
@@ -57,18 +60,19 @@ def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
         sampler.epoch = epoch
 
 
-def count_replicas_in_stream(dataset: Any, replicas: int, replica: int) -> None:
+def _count_in_stream(dataset: Any, replicas: int, replica: int) -> None:
     """Let a streaming dataset of litdata, or several in one, share samples out over data replicas.
 
     It takes the number of processes from WORLD_SIZE, and its own number from torch, which counts
     replicas in a run. So all ranks of a domain would read one part, and nobody the rest.
     """
-    env = getattr(dataset, "distributed_env", None)
-    if env is not None:
+    env: Any = getattr(dataset, "distributed_env", None)
+    if all(hasattr(env, name) for name in ("world_size", "global_rank", "num_nodes")):
         env.world_size, env.global_rank = replicas, replica
         env.num_nodes = math.gcd(env.num_nodes, replicas)
-    for each in getattr(dataset, "_datasets", ()):
-        count_replicas_in_stream(each, replicas, replica)
+    several = getattr(dataset, "_datasets", None)
+    for each in several if is_list(several) else ():
+        _count_in_stream(each, replicas, replica)
 
 
 def read_in_order(loader: DataLoader[Any]) -> bool:

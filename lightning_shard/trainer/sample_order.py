@@ -60,7 +60,6 @@ from lightning_shard.trainer.replica_samplers import (
     EachOnce,
     Stride,
     count_replicas_in,
-    count_replicas_in_stream,
     draw_alike,
     drops_last,
     given_seed,
@@ -151,8 +150,7 @@ class SampleOrder:
         if isinstance(sampler, Stride):  # a `CombinedLoader` keeps it from another stage
             loader = with_sampler(loader, sampler.whole)
         generator = generator_of(loader)
-        count_replicas_in(own_sampler(loader), self._replicas, self._replica)
-        count_replicas_in_stream(loader.dataset, self._replicas, self._replica)
+        count_replicas_in(loader, self._replicas, self._replica)
         if self._replicas > 1:
             if self._trainer.state.fn == TrainerFn.PREDICTING:
                 draw_alike(loader)

@@ -187,6 +187,23 @@ def test_a_dataset_that_counts_processes_counts_replicas(domain, several):
     assert module.read == [float(sample(i)["x"].sum()) for i in own]
 
 
+class NamesAlike(Stream):
+    """Has what it likes under the names that datasets of litdata use."""
+
+    def __init__(self):
+        super().__init__([2, 2])
+        self.distributed_env, self._datasets = "cluster", iter(["a", "b"])
+
+
+@pytest.mark.spmd(2)
+def test_a_dataset_with_other_things_under_these_names():
+    stream = NamesAlike()
+    runner = training.trainer((2,))
+    runner.fit(Featured(), DataLoader(stream, 1))
+    assert runner.global_step == 2
+    assert (stream.distributed_env, list(stream._datasets)) == ("cluster", ["a", "b"])
+
+
 @pytest.mark.spmd(2)
 def test_a_dataset_that_counts_processes_in_a_loop_of_fabric():
     fabric = fabric_with(domain_parallel_size=2)
