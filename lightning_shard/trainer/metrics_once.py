@@ -142,12 +142,8 @@ def _count_replicas() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        counted = _counted
-        group = process_group or self.process_group
-        if counted is not None and counted.world is dist.group.WORLD and counted.lasts():
-            process_group = group = group or counted.group
-        else:
-            counted = None
+        counted = _counts_now()
+        group = process_group or self.process_group or (counted.group if counted else None)
         if dist_sync_fn is None and dist.is_initialized():
             if dist.get_world_size(group) == 1:
                 return  # as in one process: a list stays one
@@ -155,9 +151,16 @@ def _count_replicas() -> None:
                 dist_sync_fn = _states_of_replicas
             elif _holds_fields(self):
                 dist_sync_fn = _whole_states
-        plain(self, dist_sync_fn, process_group, *args, **kwargs)
+        plain(self, dist_sync_fn, group, *args, **kwargs)
 
     Metric.sync = sync
+
+
+def _counts_now() -> _Counted | None:
+    """Return what metrics count, unless its run or its processes have ended."""
+    counted = _counted
+    lasts = counted is not None and counted.world is dist.group.WORLD and counted.lasts()
+    return counted if lasts else None
 
 
 def _holds_fields(metric: Metric) -> bool:
@@ -190,8 +193,6 @@ def _states_of_replicas(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]
                 "leave process_group out, then it counts each data replica once."
             )
         return _whole_states(state, group)
-    if isinstance(state, LocalField):
-        state = gather(state)
     part = state.subdomain if isinstance(state, DomainTensor) else None
     own = _Kind(part.layout if part else None, state.dtype, part is not None or state.numel() > 0)
     kinds = gathered_objects(own, group)
@@ -199,7 +200,7 @@ def _states_of_replicas(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]
     dtype = functools.reduce(torch.promote_types, [kind.dtype for kind in seen])
     layouts = [kind.layout for kind in kinds]
     if not any(layouts):
-        return gather_all_tensors(state.to(dtype), group)
+        return _whole_states(state.to(dtype), group)
     if any(kind.layout is None for kind in seen):
         raise UnsupportedOperationError(
             "a metric's state is split over a domain on some data replicas and whole on others; "
