@@ -100,9 +100,9 @@ def count_replicas(
     """
     global _counted
     _forget_closed()
-    if (replicas := make_replicas(mesh, domain)) is not None:
+    if mesh is not None and (replicas := make_replicas(mesh, domain)) is not None:
         _install()
-        is_lent = mesh is not None and dist.group.WORLD in mesh.get_all_groups()
+        is_lent = dist.group.WORLD in mesh.get_all_groups()
         _counted += (_Counted(replicas, dist.group.WORLD, is_lent, is_open),)
 
 

@@ -135,9 +135,8 @@ def diagonal(
         length = min(matrices.shape[0] - top, matrices.shape[1] - left)
         row = torch.arange(max(length, 0), device=x.local.device)
         found = movedim(func, getitem(func, matrices, (row + top, row + left)), 0, -1)
-        own = x.local.stride()
-        kept = [step for d, step in enumerate(own) if d not in (one, two)]
-        local = laid_by(found.local, strides or [*kept, own[one] + own[two]])  # as a view lies
+        view = x.local.diagonal(0, one, two)
+        local = laid_by(found.local, strides or view.stride())
         return x.copy(local, found.layout, strides)
     local = torch.diagonal(x.local, offset, one, two)
     kept = [factors for d, factors in enumerate(x.layout.dims) if d not in (one, two)]
